@@ -1,0 +1,1 @@
+"""Wire: the only importer of ray. Actors, placement service, configuration, command line."""

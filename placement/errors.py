@@ -1,0 +1,48 @@
+"""Everything that Moetis raises on purpose.
+
+MoetisError
+├── InputError (a ValueError)   what a user gave is wrong: exit code 2
+│   ├── ConfigError             a YAML file or an option
+│   ├── TraceError              a routing trace
+│   ├── TopologyError           a topology
+│   ├── PlacementError          a placement or a plan file
+│   └── RequestError            one generation request
+├── MigrationError              a migration could not be carried out; the old epoch goes on serving
+└── StaleEpochError             a message of another epoch than the one that serves
+"""
+
+
+class MoetisError(Exception):
+    """The root of the tree."""
+
+
+class InputError(MoetisError, ValueError):
+    """A value from outside is wrong; the message names the file or key, the value, and what would be right."""
+
+
+class ConfigError(InputError):
+    """A configuration file or a command-line option is wrong."""
+
+
+class TraceError(InputError):
+    """A routing trace is missing, broken, empty, or of another model."""
+
+
+class TopologyError(InputError):
+    """A topology does not describe a tree of ranks, or does not fit what it is used with."""
+
+
+class PlacementError(InputError):
+    """A placement breaks an invariant, or a plan file is not one."""
+
+
+class RequestError(InputError):
+    """One generation request cannot be served; the others go on."""
+
+
+class MigrationError(MoetisError):
+    """A migration failed and was rolled back."""
+
+
+class StaleEpochError(MoetisError):
+    """A rank was asked to act under an epoch that it does not serve."""

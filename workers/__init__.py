@@ -1,0 +1,1 @@
+"""Act: one process, one GPU: expert store, slot cache, exchange, engine, recorder. No ray."""
