@@ -8,7 +8,8 @@ MoetisError
 │   ├── PlacementError          a placement or a plan file
 │   └── RequestError            one generation request
 ├── MigrationError              a migration could not be carried out; the old epoch goes on serving
-└── StaleEpochError             a message of another epoch than the one that serves
+├── StaleEpochError             a message of another epoch than the one that serves
+└── ExchangeError               the ranks fell out of step: a peer is gone, or its part of a layer failed
 """
 
 
@@ -46,3 +47,7 @@ class MigrationError(MoetisError):
 
 class StaleEpochError(MoetisError):
     """A rank was asked to act under an epoch that it does not serve."""
+
+
+class ExchangeError(MoetisError):
+    """A collective failed, so that this rank can no longer serve in step with the others."""

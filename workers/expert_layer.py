@@ -1,0 +1,87 @@
+"""One MoE layer of one rank: route, dispatch, compute what is here, combine."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from placement.dispatch import choose_ranks
+from placement.errors import ExchangeError
+from workers.blob import BlobLayout
+from workers.exchange import Arrivals, Exchange
+from workers.recorder import Recorder
+from workers.routing import RoutingTable
+from workers.seam import SlotExperts
+from workers.slot_cache import SlotCache
+
+
+class ExpertLayer:
+    """Computes the routed experts of MoE layer `layer` together with the same layer of the other ranks."""
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        module: nn.Module,
+        layout: BlobLayout,
+        cache: SlotCache,
+        exchange: Exchange,
+        table: RoutingTable,
+        recorder: Recorder,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._layer = layer
+        self._cache = cache
+        self._exchange = exchange
+        self._table = table
+        self._recorder = recorder
+        self._experts = SlotExperts(module, layout.views(cache.arena(layer)))
+        self._nothing = (
+            torch.zeros((0, hidden_size), dtype=dtype, device=device),
+            torch.zeros((0, table.top_k), dtype=torch.int64, device=device),
+            torch.zeros((0, table.top_k), dtype=torch.float32, device=device),
+        )
+
+    def __call__(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H], top_k_index [T, K] logical ids, top_k_weights [T, K] -> [T, H]."""
+        chosen = top_k_index.cpu().numpy()
+        self._recorder.record(self._layer, chosen, top_k_weights)
+        ranks = torch.from_numpy(self._ranks_of(chosen)).to(hidden.device)
+        plan, arrivals = self._exchange.dispatch(
+            epoch=self._table.epoch, hidden=hidden, experts=top_k_index, weights=top_k_weights, ranks=ranks
+        )
+        try:
+            partial = self.compute(arrivals)
+        except RuntimeError as error:
+            # The other ranks wait for these sums: there is no way to fail this rank's part of a layer alone.
+            raise ExchangeError(f"layer {self._layer}: this rank could not compute its experts: {error}") from error
+        self._table.count_layer()
+        return self._exchange.combine(plan, partial, len(hidden)).to(hidden.dtype)
+
+    def join_empty(self) -> None:
+        """Take part in the layer's exchange without a token of one's own: others may need the experts here."""
+        self(*self._nothing)
+
+    def compute(self, arrivals: Arrivals) -> torch.Tensor:
+        """The weighted sum over the experts of each arrival that lie here: [n, H] in the exchange's partial dtype."""
+        row, k = (arrivals.experts >= 0).nonzero(as_tuple=True)
+        expert = arrivals.experts[row, k]
+        weight = arrivals.weights[row, k]
+        partial = torch.zeros(arrivals.hidden.shape, dtype=self._exchange.partial_dtype, device=arrivals.hidden.device)
+        for wave in self._cache.waves(self._layer, torch.unique(expert).tolist()):
+            slot_of = torch.full((self._table.num_experts,), -1, dtype=torch.int64)
+            slot_of[list(wave.slot_of)] = torch.tensor(list(wave.slot_of.values()))
+            slots = slot_of.to(expert.device)[expert.long()]
+            mine = (slots >= 0).nonzero(as_tuple=True)[0]
+            out = self._experts.forward(arrivals.hidden[row[mine]], slots[mine])
+            weighted = (out * weight[mine].unsqueeze(1)).to(partial.dtype)
+            partial.index_add_(0, row[mine], weighted)
+        return partial
+
+    def _ranks_of(self, chosen: NDArray[np.int64]) -> NDArray[np.int32]:
+        home = np.full(len(chosen), self._table.rank, np.int32)
+        return choose_ranks(chosen, home, self._table.holds[self._layer], self._table.node_of_rank)

@@ -1,0 +1,81 @@
+"""The host slab: the blobs of all experts that this rank owns, in one allocation of host memory.
+
+Rows are claimed before they are filled, so that a migration that would not fit is refused before anything is copied.
+A blob that came from a peer counts only once it is published, which `publish` does after its checksum agreed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+import torch
+
+from placement.core import ExpertId
+from placement.errors import MigrationError
+
+
+class HostSlab:
+    """[capacity, blob_bytes] uint8 in host memory, and which expert lies in which row. Safe to use from threads."""
+
+    def __init__(self, *, capacity: int, blob_bytes: int, pin: bool = False) -> None:
+        self._blobs = torch.zeros((capacity, blob_bytes), dtype=torch.uint8, pin_memory=pin)
+        self._free = list(range(capacity - 1, -1, -1))
+        self._rows: dict[ExpertId, int] = {}
+        self._claimed: dict[ExpertId, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._blobs.numel()
+
+    @property
+    def num_free(self) -> int:
+        with self._lock:
+            return len(self._free)
+
+    def experts(self) -> frozenset[ExpertId]:
+        """The experts whose blobs are here and counted."""
+        with self._lock:
+            return frozenset(self._rows)
+
+    def claim(self, expert: ExpertId) -> torch.Tensor:
+        """A row to write an expert's blob into, [blob_bytes]. Raises MigrationError when the slab is full."""
+        with self._lock:
+            assert expert not in self._rows and expert not in self._claimed, expert
+            if not self._free:
+                raise MigrationError(
+                    f"no room for {expert}: the host slab has {len(self._blobs)} rows and {len(self._rows)} experts; "
+                    f"raise workers.host_slab_rows"
+                )
+            row = self._free.pop()
+            self._claimed[expert] = row
+            return self._blobs[row]
+
+    def publish(self, expert: ExpertId) -> None:
+        """The blob in the claimed row is whole and checked: from now on it counts."""
+        with self._lock:
+            self._rows[expert] = self._claimed.pop(expert)
+
+    def release(self, expert: ExpertId) -> None:
+        """Give back the row of an expert, claimed or published; the blob is gone. Unknown experts are no error."""
+        with self._lock:
+            row = self._rows.pop(expert, None)
+            if row is None:
+                row = self._claimed.pop(expert, None)
+            if row is not None:
+                self._free.append(row)
+
+    def blob(self, expert: ExpertId) -> torch.Tensor:
+        """[blob_bytes] of an expert that is here; KeyError otherwise."""
+        with self._lock:
+            return self._blobs[self._rows[expert]]
+
+    def add(self, expert: ExpertId, blob: torch.Tensor) -> None:
+        self.claim(expert).copy_(blob)
+        self.publish(expert)
+
+
+def checksum(blob: torch.Tensor) -> bytes:
+    """16 bytes that tell one blob from another."""
+    return hashlib.blake2b(blob.contiguous().numpy().data, digest_size=16).digest()

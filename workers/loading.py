@@ -1,0 +1,95 @@
+"""Loading a model: the folder is Transformers', the experts go to the host slab, the rest stays with the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from placement.core import Placement
+from placement.errors import ConfigError
+from workers.blob import BlobLayout, layout_of
+from workers.host_slab import HostSlab
+from workers.options import WorkerOptions
+from workers.seam import experts_modules, num_experts_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The figures of a model that placement and trace must agree with."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+
+
+def device_of(name: str) -> torch.device:
+    if name != "auto":
+        return torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def load_model(options: WorkerOptions, device: torch.device) -> PreTrainedModel:
+    """The whole model in host memory, in the worker's dtype. Raises ConfigError that names the folder."""
+    if not (options.model / "config.json").is_file():
+        raise ConfigError(
+            f"model '{options.model}': no config.json there; give a folder with a Transformers checkpoint"
+        )
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    dtype = options.dtype
+    if dtype == "auto" and device.type == "cpu":
+        dtype = "float32"
+    try:
+        config = AutoConfig.from_pretrained(options.model, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model '{options.model}': cannot be loaded: {str(error).splitlines()[0]}") from error
+    frozen: PreTrainedModel = model.eval().requires_grad_(False)
+    return frozen
+
+
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """Read a model's MoE figures off its modules and config. Raises ConfigError where its MoE layers differ."""
+    modules = experts_modules(model)
+    numbers = {num_experts_of(module) for module in modules}
+    if len(numbers) > 1:
+        raise ConfigError(f"the MoE layers have different numbers of experts: {sorted(numbers)}")
+    config = model.config.get_text_config()
+    top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
+    if top_k is None:
+        raise ConfigError(f"model type '{config.model_type}': its config does not say how many experts a token uses")
+    return ModelShape(
+        num_layers=len(modules), num_experts=numbers.pop(), top_k=int(top_k), hidden_size=int(config.hidden_size)
+    )
+
+
+def check_fits(shape: ModelShape, placement: Placement) -> None:
+    """Raises ConfigError where a placement was made for another model."""
+    mine = (shape.num_layers, shape.num_experts)
+    theirs = (placement.num_layers, placement.num_experts)
+    if mine != theirs:
+        raise ConfigError(
+            f"the model has {mine[0]} MoE layers x {mine[1]} experts, the placement {theirs[0]} x {theirs[1]}"
+        )
+
+
+def fill_slab(
+    modules: list[nn.Module], placement: Placement, *, rank: int, spare: float, pin: bool
+) -> tuple[HostSlab, BlobLayout]:
+    """Copy the experts that a rank owns into a new host slab with rows for `spare` times the placement's."""
+    layouts = {layout_of(module, placement.num_experts) for module in modules}
+    if len(layouts) > 1:
+        raise ConfigError("the MoE layers keep their experts in different layouts, which the host slab does not hold")
+    layout = layouts.pop()
+    rows = math.ceil(placement.num_layers * placement.rows_per_rank * spare)
+    slab = HostSlab(capacity=rows, blob_bytes=layout.num_bytes, pin=pin)
+    for expert in sorted(placement.experts_on(rank)):
+        layout.pack(modules[expert.layer], expert.expert, slab.claim(expert))
+        slab.publish(expert)
+    return slab, layout

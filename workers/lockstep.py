@@ -1,0 +1,113 @@
+"""Continuous batching in step: Transformers' own manager, with every rank taking each step together.
+
+Expert-parallel layers are collectives, so no rank may step alone. Before each step the ranks agree, over a gloo group
+of their own, whether anyone has work, whether all want to stop, and whether all are ready for a newer epoch. A rank
+without work joins each layer's exchange with zero tokens. This overrides a private method of Transformers
+(`_generation_loop_body`), which is why its version is pinned and why the override stands alone in this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching.continuous_api import (
+    BackgroundThreadStatus,
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+    OutputRouter,
+)
+
+from placement.errors import ExchangeError
+
+IDLE_WAIT_S = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What all ranks found together before a step. epoch is the newest that every rank is ready to serve."""
+
+    any_work: bool
+    all_stop: bool
+    epoch: int
+
+
+class StepHooks(Protocol):
+    """What a rank does around the steps. All run on the serving thread."""
+
+    def ready_epoch(self) -> int:
+        """The newest epoch that this rank could serve from the next step on."""
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Every rank is ready: serve this epoch from now on."""
+
+    def begin_step(self, batch: list[Any], input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+        """A step with work of this rank's own begins; ids and positions are [T]."""
+
+    def end_step(self) -> None:
+        """The step is done."""
+
+    def join_step(self) -> None:
+        """Take part in the layers of this step that this rank has not yet joined, with zero tokens."""
+
+
+class LockstepManager(ContinuousBatchingManager):
+    """A continuous-batching manager that steps only together with the other ranks of its control group."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        config: ContinuousBatchingConfig,
+        *,
+        control: dist.ProcessGroup,
+        hooks: StepHooks,
+        router: OutputRouter,
+    ) -> None:
+        super().__init__(model, generation_config, config)
+        self.output_router = router
+        self._control = control
+        self._hooks = hooks
+
+    def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
+        has_work = batch_processor.prepare_next_batch()
+        wants_stop = self.background_thread_status.tp_status != BackgroundThreadStatus.DONT_STOP and not has_work
+        agreed = self._agree(has_work, wants_stop)
+        self._hooks.enter_epoch(agreed.epoch)
+        if not agreed.any_work:
+            if agreed.all_stop:
+                return False
+            self._wake_up_loop.wait(timeout=IDLE_WAIT_S)
+            self._wake_up_loop.clear()
+        elif has_work:
+            self._step(batch_processor)
+        else:
+            self._hooks.join_step()
+        return True
+
+    def _step(self, batch_processor: ContinuousBatchProcessor) -> None:
+        io = batch_processor.inputs_and_outputs
+        num_tokens = io.num_q_tokens
+        self._hooks.begin_step(io.requests_in_batch, io.input_ids[:num_tokens], io.position_ids[:num_tokens])
+        try:
+            self._generation_step()
+        except (RuntimeError, ValueError, LookupError) as error:
+            # The batch is lost but the other ranks are in the middle of the step: walk through its layers with them.
+            self._hooks.join_step()
+            batch_processor.handle_batch_error(error)
+            return
+        self._hooks.end_step()
+        self.current_batch += 1
+        batch_processor.update_batch()
+
+    def _agree(self, has_work: bool, wants_stop: bool) -> Agreement:
+        votes = torch.tensor([int(has_work), -int(wants_stop), -self._hooks.ready_epoch()], dtype=torch.int64)
+        try:
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._control)
+        except RuntimeError as error:
+            raise ExchangeError(f"the ranks could not agree on a step: {str(error).splitlines()[0]}") from error
+        any_work, some_go_on, oldest = votes.tolist()
+        return Agreement(any_work=bool(any_work), all_stop=some_go_on == -1, epoch=-oldest)

@@ -1,0 +1,33 @@
+"""What a worker is told when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.recorder import RecorderOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """model: a folder with a Transformers checkpoint. dtype: a torch type by name; 'auto' is float32 on CPUs, else the
+    checkpoint's.
+
+    cache_share: the share of a rank's rows per layer that its GPU slots hold (rounded up, one at least).
+    host_slab_rows: rows of the host slab as a multiple of what the placement needs; a migration's copies take the rest.
+    kv_page_size, kv_pages, max_batch_tokens, max_requests: the paged KV cache and the largest batch.
+    peer_timeout_s: after this long without an answer a peer counts as lost.
+    """
+
+    model: Path
+    recorder: RecorderOptions
+    device: str = "auto"
+    dtype: str = "auto"
+    cache_share: float = 0.4
+    host_slab_rows: float = 2.0
+    kv_page_size: int = 32
+    kv_pages: int = 512
+    max_batch_tokens: int = 256
+    max_requests: int = 64
+    threads: int = 1
+    peer_timeout_s: float = 60.0

@@ -1,0 +1,37 @@
+"""The routing table: the placement as a rank looks it up, and the epoch that it serves."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.core import Placement
+from placement.topology import Topology
+
+
+class RoutingTable:
+    """holds [L, R, E] uint8 of the epoch in force, switched as a whole at a step boundary.
+
+    layers_done counts the exchanges that this rank has joined in the step under way, so that a rank whose own forward
+    fails half-way can still join the rest.
+    """
+
+    def __init__(self, *, placement: Placement, topology: Topology, rank: int, top_k: int) -> None:
+        self.rank = rank
+        self.top_k = top_k
+        self.num_experts = placement.num_experts
+        self.node_of_rank: NDArray[np.int32] = np.ascontiguousarray(topology.node_of_rank())
+        self.layers_done = 0
+        self.switch(placement)
+
+    def switch(self, placement: Placement) -> None:
+        """Serve another placement from the next step on."""
+        self.placement = placement
+        self.epoch = placement.epoch
+        self.holds: NDArray[np.uint8] = placement.copies_per_rank()
+
+    def begin_step(self) -> None:
+        self.layers_done = 0
+
+    def count_layer(self) -> None:
+        self.layers_done += 1
