@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from placement.core import Placement
 from placement.errors import ConfigError
@@ -36,22 +36,37 @@ def device_of(name: str) -> torch.device:
 
 def load_model(options: WorkerOptions, device: torch.device) -> PreTrainedModel:
     """The whole model in host memory, in the worker's dtype. Raises ConfigError that names the folder."""
-    if not (options.model / "config.json").is_file():
-        raise ConfigError(
-            f"model '{options.model}': no config.json there; give a folder with a Transformers checkpoint"
-        )
+    config = _read_config(options)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     dtype = options.dtype
     if dtype == "auto" and device.type == "cpu":
         dtype = "float32"
     try:
-        config = AutoConfig.from_pretrained(options.model, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model '{options.model}': cannot be loaded: {str(error).splitlines()[0]}") from error
     frozen: PreTrainedModel = model.eval().requires_grad_(False)
     return frozen
+
+
+def skeleton_shape(options: WorkerOptions) -> ModelShape:
+    """The figures of a model folder, off its config alone: nothing is allocated and no weight is read."""
+    config = _read_config(options)
+    with torch.device("meta"):
+        return shape_of(AutoModelForCausalLM.from_config(config))
+
+
+def _read_config(options: WorkerOptions) -> PretrainedConfig:
+    if not (options.model / "config.json").is_file():
+        raise ConfigError(
+            f"model '{options.model}': no config.json there; give a folder with a Transformers checkpoint"
+        )
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(options.model, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model '{options.model}': config.json: {str(error).splitlines()[0]}") from error
+    return config
 
 
 def shape_of(model: PreTrainedModel) -> ModelShape:

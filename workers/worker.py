@@ -101,6 +101,11 @@ class ExpertWorker:
         self._voted: Placement | None = None
         self._lock = threading.Condition()
 
+    @property
+    def expert_bytes(self) -> int:
+        """The size of one expert's blob."""
+        return self._layout.num_bytes
+
     # ------------------------------------------------------------------------------------------------ coming up
 
     def open_rendezvous(self, *, host: str, interface: str) -> Rendezvous:

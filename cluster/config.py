@@ -1,0 +1,110 @@
+"""Configuration of a serving cluster: strict YAML, one file a cluster. Unknown keys and wrong types are errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from placement.errors import ConfigError
+from placement.topology import first_problem
+from workers.options import WorkerOptions
+from workers.recorder import RecorderOptions
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class RayConfig(_Strict):
+    """address 'local' starts a cluster of its own on this machine; anything else is the address of one to join."""
+
+    address: str = "local"
+    object_store_mb: int = Field(default=128, ge=80)
+
+
+class WorkerConfig(_Strict):
+    """See workers.options.WorkerOptions for what each key means."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    cache_share: float = Field(default=0.4, gt=0, le=1)
+    host_slab_rows: float = Field(default=2.0, ge=1)
+    kv_page_size: int = Field(default=32, ge=4)
+    kv_pages: int = Field(default=512, ge=2)
+    max_batch_tokens: int = Field(default=256, ge=1)
+    max_requests: int = Field(default=64, ge=1)
+    threads: int = Field(default=1, ge=1)
+    peer_timeout_s: float = Field(default=60.0, gt=0)
+    host: str = "127.0.0.1"
+    interface: str = "lo"
+
+
+class RecorderConfig(_Strict):
+    """rate: share of steps kept. max_mb: what each rank's segments may take on disk."""
+
+    rate: float = Field(default=1.0, ge=0, le=1)
+    ring_tokens: int = Field(default=65_536, ge=1)
+    segment_tokens: int = Field(default=16_384, ge=1)
+    max_mb: float = Field(default=256.0, gt=0)
+
+
+class RebalanceConfig(_Strict):
+    """min_gain: the share of other-node visits, on held-out requests, that a new plan must save to be enacted."""
+
+    min_gain: float = Field(default=0.02, ge=0, lt=1)
+    seed: int = 0
+
+
+class ClusterConfig(_Strict):
+    """One serving cluster. topology: a file or a shorthand like 2x2. initial_plan: a plan file; linear if absent."""
+
+    name: str = "moetis"
+    model: Path = Field(strict=False)
+    topology: str
+    slots_per_rank: int = Field(ge=1)
+    run_dir: Path = Field(strict=False)
+    initial_plan: Path | None = Field(default=None, strict=False)
+    ray: RayConfig = Field(default_factory=RayConfig)
+    workers: WorkerConfig = Field(default_factory=WorkerConfig)
+    recorder: RecorderConfig = Field(default_factory=RecorderConfig)
+    rebalance: RebalanceConfig = Field(default_factory=RebalanceConfig)
+
+    @property
+    def trace_dir(self) -> Path:
+        return self.run_dir / "trace"
+
+    def worker_options(self) -> WorkerOptions:
+        workers, recorder = self.workers, self.recorder
+        return WorkerOptions(
+            model=self.model.absolute(),
+            recorder=RecorderOptions(
+                folder=self.trace_dir.absolute() if recorder.rate > 0 else None,
+                rate=recorder.rate,
+                ring_tokens=recorder.ring_tokens,
+                segment_tokens=recorder.segment_tokens,
+                max_bytes=int(recorder.max_mb * 1e6),
+            ),
+            **workers.model_dump(exclude={"host", "interface"}),
+        )
+
+
+def config_from_dict(raw: Any, *, source: str) -> ClusterConfig:
+    """source names the file for errors. Raises ConfigError."""
+    try:
+        return ClusterConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {first_problem(error)}") from error
+
+
+def load_config(path: str | Path) -> ClusterConfig:
+    """Read a cluster's YAML; paths in it are relative to the working directory. Raises ConfigError."""
+    try:
+        raw = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config '{path}': cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config '{path}': not YAML: {' '.join(str(error).split())[:200]}") from error
+    return config_from_dict(raw, source=f"config '{path}'")

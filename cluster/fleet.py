@@ -1,0 +1,210 @@
+"""The fleet: a running set of workers and its placement service, seen from the process that serves.
+
+Requests go to a home rank and come back as events; one thread a rank takes them. Homes are given out in turn, so that
+ranks get the same number of requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from cluster.actors import start_service, start_workers
+from cluster.config import ClusterConfig
+from cluster.service import RebalanceResult, initial_plan
+from placement.baselines import linear_placement
+from placement.errors import ConfigError, MoetisError
+from placement.planfile import Plan, load_plan
+from placement.topology import Topology, load_topology
+from workers.events import FAILED, TokenEvent
+from workers.loading import skeleton_shape
+from workers.worker import GenerationRequest, WorkerStatus
+
+EVENT_WAIT_S = 0.5
+STOP_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A request under way: its events as they come, or all of its tokens at the end."""
+
+    request: str
+    home: int
+    _events: queue.SimpleQueue[TokenEvent] = field(default_factory=queue.SimpleQueue)
+
+    def events(self) -> Iterator[TokenEvent]:
+        """Each event, the last one being that with an end."""
+        while True:
+            event = self._events.get()
+            yield event
+            if event.end is not None:
+                return
+
+    def tokens(self) -> tuple[int, ...]:
+        """Wait for the end; the tokens. Raises MoetisError where the request failed or was cancelled."""
+        tokens: list[int] = []
+        for event in self.events():
+            tokens.extend(event.tokens)
+            if event.end not in (None, "finished"):
+                raise MoetisError(f"request '{self.request}' {event.end}: {event.error or 'on request'}")
+        return tuple(tokens)
+
+
+class Fleet:
+    """Workers and service of one cluster, inside a Ray session that the caller holds open."""
+
+    def __init__(self, config: ClusterConfig, *, note: Callable[[str], None] = lambda text: None) -> None:
+        self.topology = load_topology(config.topology)
+        self.initial = first_plan(config, self.topology)
+        self._homes = itertools.cycle(range(self.topology.num_ranks))
+        self._running: dict[str, Generation] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        note(f"starting {self.topology.num_ranks} workers")
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        self._workers = start_workers(
+            config.worker_options(),
+            topology=self.topology,
+            placement=self.initial.placement,
+            num_gpus=1 if config.workers.device == "cuda" else 0,
+        )
+        note("loading the model on every rank")
+        first = self._workers[0].open_rendezvous.remote(config.workers.host, config.workers.interface)
+        rendezvous = _get(first)
+        self.shape = _get([worker.join.remote(rendezvous) for worker in self._workers])[0]
+        note("starting the placement service")
+        self._service = start_service(
+            history=(config.run_dir / "history.sqlite").absolute(),
+            workers=self._workers,
+            initial=self.initial,
+            trace_dir=config.trace_dir.absolute(),
+            expert_bytes=_get(self._workers[0].expert_bytes.remote()),
+            min_gain=config.rebalance.min_gain,
+            seed=config.rebalance.seed,
+        )
+        _get(self._service.current.remote())
+        self._pumps = [
+            threading.Thread(target=self._pump, args=(rank,), name=f"events-{rank}", daemon=True)
+            for rank in range(self.topology.num_ranks)
+        ]
+        for pump in self._pumps:
+            pump.start()
+
+    def submit(self, requests: Sequence[GenerationRequest], homes: Sequence[int] | None = None) -> list[Generation]:
+        """Send each request to its home, in turn unless given. A refused one ends at once, with the reason."""
+        chosen = homes if homes is not None else [next(self._homes) for _ in requests]
+        generations = [Generation(request.request, home) for request, home in zip(requests, chosen, strict=True)]
+        with self._lock:
+            self._running.update({generation.request: generation for generation in generations})
+        by_home: dict[int, list[GenerationRequest]] = {}
+        for request, generation in zip(requests, generations, strict=True):
+            by_home.setdefault(generation.home, []).append(request)
+        refs = [self._workers[home].submit.remote(mine) for home, mine in by_home.items()]
+        for mine, refusals in zip(by_home.values(), _get(refs), strict=True):
+            for request, refusal in zip(mine, refusals, strict=True):
+                if refusal is not None:
+                    self._deliver(TokenEvent(request=request.request, tokens=(), end=FAILED, error=refusal))
+        return generations
+
+    def cancel(self, generation: Generation) -> None:
+        _get(self._workers[generation.home].cancel.remote(generation.request))
+
+    def rebalance(self) -> RebalanceResult:
+        """Plan from the trace so far and enact it beside the traffic; returns when it is done."""
+        result: RebalanceResult = _get(self._service.rebalance.remote())
+        return result
+
+    def progress(self) -> str:
+        text: str = _get(self._service.progress.remote())
+        return text
+
+    def status(self) -> list[WorkerStatus]:
+        result: list[WorkerStatus] = _get([worker.status.remote() for worker in self._workers])
+        return result
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self._kill()
+
+    def stop(self) -> None:
+        """Let every rank finish and leave in step, then end the actors."""
+        self._stopping.set()
+        refs = [worker.stop.remote() for worker in self._workers]
+        ray.wait(refs, num_returns=len(refs), timeout=STOP_TIMEOUT_S)
+        self._kill()
+
+    def _kill(self) -> None:
+        self._stopping.set()
+        for actor in [*self._workers, self._service]:
+            ray.kill(actor)
+
+    def _pump(self, rank: int) -> None:
+        while not self._stopping.is_set():
+            try:
+                for event in ray.get(self._workers[rank].next_events.remote(EVENT_WAIT_S)):
+                    self._deliver(event)
+            except (RayActorError, RayTaskError) as error:
+                self._fail_all(rank, str(error).splitlines()[0])
+                return
+
+    def _deliver(self, event: TokenEvent) -> None:
+        with self._lock:
+            generation = self._running.get(event.request)
+            if generation is not None and event.end is not None:
+                del self._running[event.request]
+        if generation is not None:
+            generation._events.put(event)
+
+    def _fail_all(self, rank: int, why: str) -> None:
+        """A rank is gone: the requests that had their home there end."""
+        with self._lock:
+            lost = [generation for generation in self._running.values() if generation.home == rank]
+        for generation in lost:
+            self._deliver(TokenEvent(request=generation.request, tokens=(), end=FAILED, error=f"rank {rank}: {why}"))
+
+
+def first_plan(config: ClusterConfig, topology: Topology) -> Plan:
+    """The placement that a cluster starts with: the plan file that the configuration names, or a linear one."""
+    if config.initial_plan is not None:
+        plan = load_plan(config.initial_plan)
+        if plan.placement.num_ranks != topology.num_ranks:
+            raise ConfigError(
+                f"initial_plan '{config.initial_plan}' is for {plan.placement.num_ranks} ranks, "
+                f"topology '{topology.name}' has {topology.num_ranks}"
+            )
+        return initial_plan(plan.placement, topology)
+    num_layers, num_experts = moe_shape(config)
+    return initial_plan(linear_placement(num_layers, num_experts, topology.num_ranks, config.slots_per_rank), topology)
+
+
+def moe_shape(config: ClusterConfig) -> tuple[int, int]:
+    """(L, E) of a model folder, off a skeleton without weights."""
+    shape = skeleton_shape(config.worker_options())
+    return shape.num_layers, shape.num_experts
+
+
+def _get(refs: Any) -> Any:
+    """ray.get, with the worker's own error instead of Ray's wrapping of it."""
+    try:
+        return ray.get(refs, timeout=600)
+    except RayTaskError as error:
+        if isinstance(error.cause, MoetisError):
+            raise error.cause from None
+        raise MoetisError(f"a worker failed: {error.cause!r}") from error
+    except RayActorError as error:
+        cause = getattr(error, "cause", None)
+        raise MoetisError(f"a worker died: {cause or str(error).splitlines()[0]}") from error
+    except GetTimeoutError as error:
+        raise MoetisError("the workers do not answer") from error

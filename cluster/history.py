@@ -1,0 +1,111 @@
+"""The history: plans, epochs and what became of them, in SQLite, written before anything is enacted."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from placement.planfile import Plan, plan_from_json, plan_to_json
+
+PLANNED, COPYING, PREPARED, COMMITTING, SERVING, DONE = (
+    "planned",
+    "copying",
+    "prepared",
+    "committing",
+    "serving",
+    "done",
+)
+ABORTED, LEFT = "aborted", "left"
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS plans (
+    epoch INTEGER PRIMARY KEY, state TEXT NOT NULL, plan TEXT NOT NULL,
+    created TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%fZ', 'now')));
+CREATE TABLE IF NOT EXISTS events (
+    id INTEGER PRIMARY KEY, epoch INTEGER NOT NULL REFERENCES plans(epoch), state TEXT NOT NULL, detail TEXT NOT NULL,
+    at TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%fZ', 'now')));
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryEvent:
+    """One step in the life of a plan. at is UTC, ISO 8601."""
+
+    epoch: int
+    state: str
+    detail: dict[str, Any]
+    at: str
+
+
+class History:
+    """One file; every write is a transaction that is on disk when the call returns."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        with self._connection() as connection:
+            connection.executescript(_SCHEMA)
+
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        connection = sqlite3.connect(self._path, timeout=30)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            with connection:
+                yield connection
+        finally:
+            connection.close()
+
+    def add(self, plan: Plan, state: str = PLANNED, detail: dict[str, Any] | None = None) -> None:
+        """Store a plan under its epoch, which must be new."""
+        with self._connection() as connection:
+            connection.execute(
+                "INSERT INTO plans (epoch, state, plan) VALUES (?, ?, ?)",
+                (plan.placement.epoch, state, plan_to_json(plan)),
+            )
+            _insert_event(connection, plan.placement.epoch, state, detail)
+
+    def advance(self, epoch: int, state: str, detail: dict[str, Any] | None = None) -> None:
+        """Note that a plan has come to a state."""
+        with self._connection() as connection:
+            connection.execute("UPDATE plans SET state = ? WHERE epoch = ?", (state, epoch))
+            _insert_event(connection, epoch, state, detail)
+
+    def next_epoch(self) -> int:
+        """An epoch that no plan has used, not even one that was aborted."""
+        with self._connection() as connection:
+            (largest,) = connection.execute("SELECT MAX(epoch) FROM plans").fetchone()
+        return 0 if largest is None else int(largest) + 1
+
+    def plan(self, epoch: int) -> Plan:
+        with self._connection() as connection:
+            (text,) = connection.execute("SELECT plan FROM plans WHERE epoch = ?", (epoch,)).fetchone()
+        return plan_from_json(text, source=f"{self._path}: epoch {epoch}")
+
+    def served(self) -> Plan | None:
+        """The newest plan that came to serve, if any."""
+        with self._connection() as connection:
+            row = connection.execute(
+                "SELECT epoch FROM plans WHERE state IN (?, ?) ORDER BY epoch DESC LIMIT 1", (SERVING, DONE)
+            ).fetchone()
+        return None if row is None else self.plan(int(row[0]))
+
+    def events(self) -> list[HistoryEvent]:
+        with self._connection() as connection:
+            rows = connection.execute("SELECT epoch, state, detail, at FROM events ORDER BY id").fetchall()
+        return [
+            HistoryEvent(epoch=epoch, state=state, detail=json.loads(detail), at=at)
+            for epoch, state, detail, at in rows
+        ]
+
+
+def _insert_event(connection: sqlite3.Connection, epoch: int, state: str, detail: dict[str, Any] | None) -> None:
+    connection.execute(
+        "INSERT INTO events (epoch, state, detail) VALUES (?, ?, ?)", (epoch, state, json.dumps(detail or {}))
+    )

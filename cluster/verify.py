@@ -1,0 +1,57 @@
+"""Does the cluster write what the plain model writes? Each token is checked against the plain Transformers model.
+
+The plain model reads prompt and answer in one pass; greedy text agrees with it exactly when each token of the answer is
+the best one after what precedes it. Where it is not, the two best logits must lie within TIE of each other: then float
+rounding decides, and the place is counted as a tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from workers.loading import device_of, load_model
+from workers.options import WorkerOptions
+
+TIE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """tokens: how many were checked. ties: accepted differences. wrong: (answer, position) of the others."""
+
+    answers: int
+    tokens: int
+    ties: int
+    wrong: tuple[tuple[str, int], ...]
+
+
+def verify(
+    options: WorkerOptions,
+    answers: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]],
+    advance: Callable[[], None] = lambda: None,
+) -> Verdict:
+    """Check (name, prompt, tokens) of each answer against the plain model of options.model. advance: one is done."""
+    device = device_of(options.device)
+    model = load_model(options, device).to(device)
+    num_answers = num_tokens = ties = 0
+    wrong: list[tuple[str, int]] = []
+    for name, prompt, tokens in answers:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens], device=device)).logits[0, len(prompt) - 1 : -1].float()
+        written = torch.tensor(tokens, device=device)
+        best = logits.max(dim=-1).values
+        gap = best - logits.gather(1, written.unsqueeze(1)).squeeze(1)
+        different = (logits.argmax(dim=-1) != written).nonzero().flatten().tolist()
+        for position in different:
+            if gap[position] <= TIE:
+                ties += 1
+            else:
+                wrong.append((name, position))
+                break
+        num_answers += 1
+        num_tokens += len(tokens)
+        advance()
+    return Verdict(answers=num_answers, tokens=num_tokens, ties=ties, wrong=tuple(wrong))
