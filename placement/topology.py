@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Topology:
             raise TopologyError(f"topology '{self.name}': levels {self.levels} must include 'node' and match the tree")
         if groups.shape[1] == 0 or not np.array_equal(groups[-1], np.arange(groups.shape[1])):
             raise TopologyError(f"topology '{self.name}': the last level must list ranks 0, 1, 2, ... in order")
-        for outer, inner in zip(groups[:-1], groups[1:], strict=True):
+        for outer, inner in pairwise(groups):
             if any(len(np.unique(outer[inner == group])) > 1 for group in np.unique(inner)):
                 raise TopologyError(f"topology '{self.name}': a group lies in two groups of the level above it")
         if (np.diff(groups, axis=1) < 0).any() or (np.diff(groups, axis=1) > 1).any() or groups[:, 0].any():

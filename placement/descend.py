@@ -1,0 +1,157 @@
+"""One layer, down the topology tree: cut, fill spare slots, search; then the same inside every child, to the rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numba as nb
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.core import EMPTY
+from placement.partition import align, cut
+from placement.refine import MOST_UNITS, Effort, Sample, masks_of, refine, serve_units
+from placement.replicas import fill_spare, slots_of_parts
+from placement.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """A group of the topology tree. ranks: ascending; children: at most 64, none for a single rank.
+
+    crosses_nodes: whether the children lie on different nodes.
+    """
+
+    ranks: tuple[int, ...]
+    children: tuple[Branch, ...] = ()
+    crosses_nodes: bool = False
+
+
+def tree_of(topology: Topology) -> Branch:
+    """The tree without levels of one child; more than 64 children are gathered under groups of equal size."""
+    return _branch(topology, -1, np.arange(topology.num_ranks))
+
+
+def _branch(topology: Topology, level: int, ranks: NDArray[Any]) -> Branch:
+    if len(ranks) == 1:
+        return Branch(ranks=(int(ranks[0]),))
+    inside = topology.groups[level + 1, ranks]
+    if (inside == inside[0]).all():
+        return _branch(topology, level + 1, ranks)
+    children = [_branch(topology, level + 1, ranks[inside == group]) for group in np.unique(inside)]
+    return _gathered(children, level + 1 <= topology.node_level)
+
+
+def _gathered(children: list[Branch], crosses_nodes: bool) -> Branch:
+    ranks = tuple(rank for child in children for rank in child.ranks)
+    if len(children) > MOST_UNITS:
+        size = int(np.ceil(np.sqrt(len(children))))
+        groups = [children[first : first + size] for first in range(0, len(children), size)]
+        children = [_gathered(group, crosses_nodes) if len(group) > 1 else group[0] for group in groups]
+    return Branch(ranks=ranks, children=tuple(children), crosses_nodes=crosses_nodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the descent needs beside the sample: rows per rank, E, the search's effort between nodes and inside."""
+
+    rows_per_rank: int
+    num_experts: int
+    between: Effort
+    inside: Effort
+    coarse_tokens: int = 4000
+
+
+@nb.njit(cache=True, nogil=True)
+def _count(chosen: Any, home: Any, pairs: Any, demand: Any) -> None:
+    """pairs [E, E]: tokens with both experts (load on the diagonal); demand [U, E]: tokens at home at a unit."""
+    for token in range(chosen.shape[0]):
+        for one in chosen[token]:
+            if one >= 0:
+                if home[token] >= 0:
+                    demand[home[token], one] += 1
+                for two in chosen[token]:
+                    if two >= 0:
+                        pairs[one, two] += 1
+
+
+@nb.njit(cache=True, nogil=True)
+def _serve_all(chosen: Any, home: Any, masks: Any, served: Any) -> None:
+    for token in range(len(chosen)):
+        serve_units(chosen[token], home[token], masks, served[token])
+
+
+def place_layer(tree: Branch, sample: Sample, settings: Settings, seed: int) -> NDArray[np.int32]:
+    """Rows [R, rows] of one layer. sample: the layer's tokens; their homes are ranks."""
+    rows = np.full((len(tree.ranks), settings.rows_per_rank), EMPTY, np.int32)
+    _descend(tree, np.arange(settings.num_experts, dtype=np.int32), sample, settings, seed, rows)
+    return rows
+
+
+def _descend(
+    branch: Branch, experts: NDArray[np.int32], sample: Sample, settings: Settings, seed: int, rows: NDArray[np.int32]
+) -> None:
+    if not branch.children:
+        rows[branch.ranks[0], : len(experts)] = experts
+        return
+    unit_of_rank = np.full(len(rows) + 1, -1, np.int16)
+    for unit, child in enumerate(branch.children):
+        unit_of_rank[list(child.ranks)] = unit
+    local = replace(sample, home=unit_of_rank[sample.home])
+    slots = _solve(branch, experts, local, settings, seed)
+    masks, _ = masks_of(slots, settings.num_experts)
+    served = np.full(sample.chosen.shape, -1, np.int8)
+    _serve_all(local.chosen, local.home, masks, served)
+    for unit, child in enumerate(branch.children):
+        here = served == unit
+        kept = here.any(axis=1)
+        inner = Sample(
+            chosen=np.where(here[kept], sample.chosen[kept], np.int16(-1)),
+            home=sample.home[kept],
+            group=sample.group[kept],
+        )
+        held = slots[unit][slots[unit] != EMPTY]
+        _descend(child, np.sort(held), inner, settings, seed * 64 + unit + 1, rows)
+
+
+def _solve(
+    branch: Branch, experts: NDArray[np.int32], sample: Sample, settings: Settings, seed: int
+) -> NDArray[np.int32]:
+    """Slots [U, C] of a branch's children: METIS, names lined up with homes, spare slots filled, then the search."""
+    num_ranks = np.array([len(child.ranks) for child in branch.children])
+    sizes = np.minimum(num_ranks * settings.rows_per_rank, len(experts)).astype(np.int64)
+    share = num_ranks / num_ranks.sum()
+    pairs = np.zeros((settings.num_experts, settings.num_experts))
+    demand = np.zeros((len(sizes), settings.num_experts))
+    _count(sample.chosen, sample.home, pairs, demand)
+    load = pairs.diagonal().copy()
+    np.fill_diagonal(pairs, 0)
+    inside = np.ix_(experts, experts)
+    ties = pairs[inside] if branch.crosses_nodes else np.zeros((len(experts), len(experts)))
+    part = cut(load[experts], ties, sizes, share, seed) if branch.crosses_nodes else _deal(load[experts], sizes, share)
+    part = align(part, demand[:, experts], sizes)
+    slots = fill_spare(slots_of_parts(part, experts, sizes), sizes, load, pairs, demand)
+    effort = settings.between if branch.crosses_nodes else settings.inside
+    coarse = _thin(sample, settings.coarse_tokens)
+    slots = refine(slots, sizes, share, coarse, settings.num_experts, effort, seed)
+    polish = replace(effort, proposals=effort.proposals // 8, temperature=0.0)
+    return refine(slots, sizes, share, sample, settings.num_experts, polish, seed + 1)
+
+
+def _deal(load: NDArray[np.float64], sizes: NDArray[np.int64], share: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Deal experts to units, heaviest first, each to the unit with a free slot that lacks most: part [n]."""
+    part = np.zeros(len(load), np.int64)
+    lack, free = load.sum() * share, sizes.copy()
+    for expert in np.argsort(-load, kind="stable"):
+        unit = int(np.argmax(np.where(free > 0, lack, -np.inf)))
+        part[expert] = unit
+        lack[unit] -= load[expert]
+        free[unit] -= 1
+    return part
+
+
+def _thin(sample: Sample, num_tokens: int) -> Sample:
+    """Every n-th token, so that about num_tokens of each group stay."""
+    step = max(1, len(sample.chosen) // (num_tokens * (int(sample.group.max(initial=0)) + 1)))
+    return Sample(chosen=sample.chosen[::step], home=sample.home[::step], group=sample.group[::step])

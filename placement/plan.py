@@ -1,0 +1,153 @@
+"""Make a placement from a trace: sample, homes, every layer down the tree, homes again, labels, and held-out scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.baselines import check_capacity, eplb_placement, linear_placement
+from placement.core import Placement
+from placement.descend import Branch, Settings, place_layer, tree_of
+from placement.errors import TraceError
+from placement.evaluate import evaluate
+from placement.graph import count_load
+from placement.homes import (
+    cluster_requests,
+    homes_of,
+    homes_per_token,
+    random_homes,
+    route_homes,
+)
+from placement.matching import match_labels
+from placement.planfile import Plan
+from placement.refine import Effort, Sample
+from placement.topology import Topology
+from placement.trace import RoutingTrace
+
+SAMPLED_TOKENS = 16_000
+HOME_PREFIX = 64
+BETWEEN = Effort(proposals=0, temperature=0.03, visit_cost=1.0, balance_cost=1.0)
+INSIDE = Effort(proposals=0, temperature=0.01, visit_cost=0.2, balance_cost=1.0)
+
+
+def plan_placement(
+    trace: RoutingTrace,
+    topology: Topology,
+    *,
+    rows_per_rank: int,
+    current: Placement | None = None,
+    seed: int = 0,
+) -> Placement:
+    """A placement for the trace's traffic: few other nodes and ranks visited, level load.
+
+    With a current placement of the same shape, names of nodes and ranks are matched to it and experts that stay keep
+    their rows; the epoch follows on. Raises PlacementError where the slots cannot hold the experts, TraceError where
+    the current placement is of another model.
+    """
+    check_capacity(trace.num_experts, topology.num_ranks, rows_per_rank)
+    _check_current(current, trace)
+    tree = tree_of(topology)
+    settings = _settings(trace, topology, rows_per_rank)
+    routed = _first_homes(trace, tree, topology, seed)
+    table = _place(trace, tree, settings, routed, seed)
+    draft = Placement(epoch=0, num_ranks=topology.num_ranks, num_experts=trace.num_experts, physical_to_logical=table)
+    if topology.num_nodes > 1 and trace.num_requests > 1:
+        requests, ranks = route_homes(draft, topology, trace, HOME_PREFIX)
+        routed = homes_per_token(trace.request, requests, ranks)
+        table = _place(trace, tree, settings, routed, seed + 1)
+        draft = replace(draft, physical_to_logical=table)
+    if current is None:
+        return draft
+    return match_labels(draft, current, topology)
+
+
+def _check_current(current: Placement | None, trace: RoutingTrace) -> None:
+    if current is not None and (current.num_layers, current.num_experts) != (trace.num_layers, trace.num_experts):
+        raise TraceError(
+            f"the trace is of another model: it has {trace.num_layers} layers x {trace.num_experts} experts, "
+            f"the current placement {current.num_layers} x {current.num_experts}"
+        )
+
+
+def _settings(trace: RoutingTrace, topology: Topology, rows_per_rank: int) -> Settings:
+    proposals = 250 * min(topology.num_ranks * rows_per_rank, 128)
+    return Settings(
+        rows_per_rank=rows_per_rank,
+        num_experts=trace.num_experts,
+        between=replace(BETWEEN, proposals=proposals),
+        inside=replace(INSIDE, proposals=proposals // 4),
+    )
+
+
+def _first_homes(trace: RoutingTrace, tree: Branch, topology: Topology, seed: int) -> NDArray[np.int32]:
+    """A home rank for each token from what its request uses, before there is a placement."""
+    if topology.num_nodes == 1:
+        return random_homes(trace.request, topology.num_ranks, seed)
+    node_of_rank = topology.node_of_rank()
+    cluster = cluster_requests(trace, np.bincount(node_of_rank) / topology.num_ranks, seed)
+    requests, owner = np.unique(trace.request, return_inverse=True)
+    spread = random_homes(requests, 1 << 20, seed)
+    first = np.searchsorted(node_of_rank, np.arange(topology.num_nodes + 1))
+    width = np.diff(first)
+    ranks = first[cluster] + spread % width[cluster]
+    return ranks[owner].astype(np.int32)
+
+
+def _place(
+    trace: RoutingTrace, tree: Branch, settings: Settings, routed: NDArray[np.int32], seed: int
+) -> NDArray[np.int32]:
+    """The table [L, P]. Half of the sample has random homes, half routed ones, so that the plan serves both."""
+    rng = np.random.default_rng(seed)
+    picks = [rng.permutation(trace.num_tokens)[:SAMPLED_TOKENS] for _ in range(2)]
+    pick = np.concatenate(picks)
+    mingle = rng.permutation(len(pick))
+    home = np.concatenate([rng.integers(0, len(tree.ranks), len(picks[0])), routed[picks[1]]])[mingle]
+    group = np.repeat(np.arange(2, dtype=np.uint8), [len(picks[0]), len(picks[1])])[mingle]
+    chosen = trace.experts[pick[mingle]].astype(np.int16)
+    return np.stack(
+        [
+            place_layer(
+                tree,
+                Sample(chosen=np.ascontiguousarray(chosen[:, layer]), home=home.astype(np.int16), group=group),
+                settings,
+                seed * 1000 + layer,
+            ).reshape(-1)
+            for layer in range(trace.num_layers)
+        ]
+    )
+
+
+def make_plan(
+    trace: RoutingTrace,
+    topology: Topology,
+    *,
+    rows_per_rank: int,
+    current: Placement | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Fit on one part of the requests, score on the other: the plan and what it is expected to do.
+
+    measured: `fit` and `held_out` (tokens, requests), the scores `before` (the current placement, linear unless given),
+    `after`, `eplb`, all with random homes (or the recorded ones), and `after_routed_homes`. Raises as `plan_placement`,
+    and TraceError where the trace has one request only.
+    """
+    fit, held_out = trace.split_by_request()
+    placement = plan_placement(fit, topology, rows_per_rank=rows_per_rank, current=current, seed=seed)
+    linear = linear_placement(trace.num_layers, trace.num_experts, topology.num_ranks, rows_per_rank)
+    before = current if current is not None and current.num_ranks == topology.num_ranks else linear
+    eplb = eplb_placement(count_load(fit)[0], topology.num_ranks, rows_per_rank)
+    homes = homes_of(held_out, topology.num_ranks, seed)
+    requests, ranks = route_homes(placement, topology, held_out, HOME_PREFIX)
+    routed = homes_per_token(held_out.request, requests, ranks)
+    measured: dict[str, Any] = {
+        "fit": {"tokens": fit.num_tokens, "requests": fit.num_requests},
+        "held_out": {"tokens": held_out.num_tokens, "requests": held_out.num_requests},
+        "before": evaluate(before, topology, held_out, homes).to_dict(),
+        "after": evaluate(placement, topology, held_out, homes).to_dict(),
+        "eplb": evaluate(eplb, topology, held_out, homes).to_dict(),
+        "after_routed_homes": evaluate(placement, topology, held_out, routed).to_dict(),
+    }
+    return Plan(placement=placement, topology=topology, measured=measured)
