@@ -22,7 +22,8 @@ from workers.events import TokenEvent
 from workers.loading import ModelShape
 from workers.options import WorkerOptions
 from workers.peers import Rendezvous
-from workers.worker import ExpertWorker, GenerationRequest, WorkerStatus
+from workers.requests import GenerationRequest
+from workers.worker import ExpertWorker, WorkerStatus
 
 SERVICE_NAME = "placement-service"
 CALL_TIMEOUT_S = 300.0

@@ -27,7 +27,8 @@ from placement.homes import homes_of, random_homes
 from placement.planfile import Plan
 from placement.topology import Topology
 from placement.trace import RoutingTrace, load_trace
-from workers.worker import GenerationRequest, WorkerStatus
+from workers.requests import GenerationRequest
+from workers.worker import WorkerStatus
 
 BEFORE, DURING, AFTER = 0, 1, 2
 PHASE_STRIDE = 1_000_000

@@ -25,7 +25,8 @@ from placement.planfile import Plan, load_plan
 from placement.topology import Topology, load_topology
 from workers.events import FAILED, TokenEvent
 from workers.loading import skeleton_shape
-from workers.worker import GenerationRequest, WorkerStatus
+from workers.requests import GenerationRequest
+from workers.worker import WorkerStatus
 
 EVENT_WAIT_S = 0.5
 STOP_TIMEOUT_S = 20.0

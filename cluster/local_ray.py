@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import ray
-from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from placement.errors import ConfigError
 from placement.files import write_whole

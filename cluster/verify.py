@@ -34,6 +34,8 @@ def verify(
     advance: Callable[[], None] = lambda: None,
 ) -> Verdict:
     """Check (name, prompt, tokens) of each answer against the plain model of options.model. advance: one is done."""
+    # More threads than a busy machine has free cores make small matrix products slower by far.
+    torch.set_num_threads(options.threads)
     device = device_of(options.device)
     model = load_model(options, device).to(device)
     num_answers = num_tokens = ties = 0

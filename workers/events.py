@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -23,29 +24,39 @@ class TokenEvent:
 
 
 class EventRouter(OutputRouter):
-    """Takes the place of the manager's router: turns outputs into events and keeps them until they are taken."""
+    """Takes the place of the manager's router: turns outputs into events and keeps them until they are taken.
+
+    The engine knows a request by a name of its own, `serial:request`, so that one that was cancelled and one that was
+    then submitted under the same id are not taken for each other.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self._serial = itertools.count()
+        self._engine_names: dict[str, str] = {}
         self._sent: dict[str, int] = {}
         self._events: deque[TokenEvent] = deque()
         self._changed = threading.Condition()
 
-    def open(self, request: str) -> None:
-        """Expect outputs of a request; those of others are dropped."""
+    def open(self, request: str) -> str | None:
+        """Expect outputs of a request. Returns its name in the engine, or None where it is running already."""
         with self._changed:
-            self._sent[request] = 0
+            if request in self._engine_names:
+                return None
+            name = f"{next(self._serial)}:{request}"
+            self._engine_names[request] = name
+            self._sent[name] = 0
+            return name
 
-    def is_open(self, request: str) -> bool:
+    def close(self, request: str, end: str, error: str | None = None) -> str | None:
+        """End a request from outside; what the engine still says of it is dropped. Returns its name in the engine."""
         with self._changed:
-            return request in self._sent
-
-    def close(self, request: str, end: str, error: str | None = None) -> None:
-        """End a request from outside; whatever the engine still says of it is dropped."""
-        with self._changed:
-            if self._sent.pop(request, None) is not None:
+            name = self._engine_names.pop(request, None)
+            if name is not None:
+                del self._sent[name]
                 self._events.append(TokenEvent(request=request, tokens=(), end=end, error=error))
                 self._changed.notify_all()
+            return name
 
     def deliver(self, output: GenerationOutput) -> None:
         self.deliver_batch([output])
@@ -53,17 +64,18 @@ class EventRouter(OutputRouter):
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
         with self._changed:
             for output in outputs:
-                sent = self._sent.get(output.request_id)
-                if sent is None:
-                    continue
-                end = (FAILED if output.error else FINISHED) if output.is_finished() else None
-                new = tuple(output.generated_tokens[sent:])
-                self._events.append(TokenEvent(request=output.request_id, tokens=new, end=end, error=output.error))
-                if end is None:
-                    self._sent[output.request_id] = sent + len(new)
-                else:
-                    del self._sent[output.request_id]
+                if output.request_id in self._sent:
+                    self._events.append(self._event_of(output))
             self._changed.notify_all()
+
+    def _event_of(self, output: GenerationOutput) -> TokenEvent:
+        name, request = output.request_id, request_of(output.request_id)
+        new = tuple(output.generated_tokens[self._sent[name] :])
+        if not output.is_finished():
+            self._sent[name] += len(new)
+            return TokenEvent(request=request, tokens=new)
+        del self._sent[name], self._engine_names[request]
+        return TokenEvent(request=request, tokens=new, end=FAILED if output.error else FINISHED, error=output.error)
 
     def take(self, timeout_s: float) -> list[TokenEvent]:
         """All events since the last call; waits up to timeout_s for the first."""
@@ -72,3 +84,8 @@ class EventRouter(OutputRouter):
             taken = list(self._events)
             self._events.clear()
             return taken
+
+
+def request_of(engine_name: str) -> str:
+    """The request that the engine knows by this name."""
+    return engine_name.split(":", 1)[1]

@@ -1,14 +1,12 @@
 """ExpertWorker: one rank. It owns a model, its experts, an engine in step with the others, and a recorder.
 
-Life: made, joined to its peers, started; then requests come and events go, epochs change at step boundaries; stopped.
+Life: made, joined to its peers; then requests come and events go, and epochs change at step boundaries; stopped.
 It is a plain class: `cluster/actors.py` wraps it for Ray, and tests run it in bare processes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-import threading
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,38 +16,26 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from placement.core import Placement
-from placement.errors import MigrationError, RequestError, StaleEpochError
+from placement.errors import RequestError
 from placement.migration import Move
 from placement.topology import Topology
 from placement.trace import DECODE, PREFILL
 from workers import peers
-from workers.events import CANCELLED, EventRouter, TokenEvent
-from workers.exchange import Exchange
-from workers.expert_layer import ExpertLayer
-from workers.loading import ModelShape, check_fits, device_of, fill_slab, load_model, shape_of
+from workers.epochs import EpochKeeper
+from workers.events import CANCELLED, FAILED, EventRouter, TokenEvent, request_of
+from workers.loading import ModelShape, device_of, load_model
 from workers.lockstep import LockstepManager
 from workers.mover import Mover
 from workers.options import WorkerOptions
+from workers.parallel_model import ParallelModel
 from workers.peers import Rendezvous
 from workers.recorder import Recorder, StepTokens
-from workers.routing import RoutingTable
-from workers.seam import experts_modules, take_over
-from workers.slot_cache import SlotCache
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """One prompt to continue greedily."""
-
-    request: str
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    stream: bool = False
+from workers.requests import GenerationRequest, check_request, request_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """What a rank says of itself: the epoch it serves, and counters since it started."""
+    """What a rank says of itself: the epoch it serves, sizes, and counters since it started."""
 
     rank: int
     epoch: int
@@ -68,45 +54,45 @@ class ExpertWorker:
 
     def __init__(self, options: WorkerOptions, *, rank: int, topology: Topology, placement: Placement) -> None:
         torch.set_num_threads(options.threads)
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
         self._options = options
         self._rank = rank
         self._num_ranks = topology.num_ranks
         self._device = device_of(options.device)
-        self._model = load_model(options, self._device)
-        self.shape = shape_of(self._model)
-        check_fits(self.shape, placement)
-        self._modules = experts_modules(self._model)
-        pin = self._device.type == "cuda"
-        self._slab, self._layout = fill_slab(self._modules, placement, rank=rank, spare=options.host_slab_rows, pin=pin)
-        self._cache = SlotCache(
-            slab=self._slab,
-            num_layers=self.shape.num_layers,
-            slots_per_layer=max(1, math.ceil(options.cache_share * placement.rows_per_rank)),
-            blob_bytes=self._layout.num_bytes,
+        self._parallel = ParallelModel(
+            load_model(options, self._device),
+            placement=placement,
+            topology=topology,
+            rank=rank,
             device=self._device,
+            cache_share=options.cache_share,
+            host_slab_rows=options.host_slab_rows,
         )
-        self._table = RoutingTable(placement=placement, topology=topology, rank=rank, top_k=self.shape.top_k)
+        self._epochs = EpochKeeper(
+            table=self._parallel.table,
+            slab=self._parallel.slab,
+            cache=self._parallel.cache,
+            timeout_s=options.peer_timeout_s,
+        )
+        shape = self._parallel.shape
         self._recorder = Recorder(
             options.recorder,
             rank=rank,
-            num_layers=self.shape.num_layers,
-            num_experts=self.shape.num_experts,
-            top_k=self.shape.top_k,
+            num_layers=shape.num_layers,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
             model=options.model.name,
         )
         self._router = EventRouter()
+        self._store: Any = None
         self._steps = 0
-        self._ready: Placement | None = None
-        self._prepared: Placement | None = None
-        self._voted: Placement | None = None
-        self._lock = threading.Condition()
 
     @property
     def expert_bytes(self) -> int:
         """The size of one expert's blob."""
-        return self._layout.num_bytes
+        return self._parallel.layout.num_bytes
 
-    # ------------------------------------------------------------------------------------------------ coming up
+    # ------------------------------------------------------------------------------------------- coming, leaving
 
     def open_rendezvous(self, *, host: str, interface: str) -> Rendezvous:
         """Rank 0 opens the store where all ranks meet."""
@@ -114,42 +100,22 @@ class ExpertWorker:
         return Rendezvous(host=host, port=self._store.port, interface=interface)
 
     def join(self, rendezvous: Rendezvous) -> ModelShape:
-        """Meet the other ranks and start to serve in step with them. Every rank must call this at about one time."""
-        self._peers = peers.join(
+        """Meet the other ranks and serve in step with them. Every rank must call this at about the same time."""
+        groups = peers.join(
             rendezvous,
             rank=self._rank,
             num_ranks=self._num_ranks,
             device=self._device,
             timeout_s=self._options.peer_timeout_s,
-            store=getattr(self, "_store", None),
+            store=self._store,
         )
-        self._mover = Mover(self._slab, group=self._peers.bulk, rank=self._rank, blob_bytes=self._layout.num_bytes)
-        partial_dtype = torch.float64 if self._device.type == "cpu" else torch.float32
-        self._exchange = Exchange(self._peers.data, num_ranks=self._num_ranks, partial_dtype=partial_dtype)
-        self._layers = [self._make_layer(layer) for layer in range(self.shape.num_layers)]
-        take_over(self._model, list(self._layers))
-        self._model.to(self._device)
-        self._start_engine()
-        return self.shape
-
-    def _make_layer(self, layer: int) -> ExpertLayer:
-        return ExpertLayer(
-            layer=layer,
-            module=self._modules[layer],
-            layout=self._layout,
-            cache=self._cache,
-            exchange=self._exchange,
-            table=self._table,
-            recorder=self._recorder,
-            hidden_size=self.shape.hidden_size,
-            dtype=self._model.dtype,
-            device=self._device,
+        self._mover = Mover(
+            self._parallel.slab, group=groups.bulk, rank=self._rank, blob_bytes=self._parallel.layout.num_bytes
         )
-
-    def _start_engine(self) -> None:
-        options = self._options
-        generation = GenerationConfig.from_model_config(self._model.config)
-        generation.update(do_sample=False, max_new_tokens=1, eos_token_id=self._model.generation_config.eos_token_id)
+        self._parallel.attach(groups.data, self._recorder)
+        model, options = self._parallel.model, self._options
+        generation = GenerationConfig.from_model_config(model.config)
+        generation.update(do_sample=False, max_new_tokens=1, eos_token_id=model.generation_config.eos_token_id)
         batching = ContinuousBatchingConfig(
             page_size=options.kv_page_size,
             num_blocks=options.kv_pages,
@@ -160,52 +126,42 @@ class ExpertWorker:
             allow_block_sharing=False,
         )
         self._manager = LockstepManager(
-            self._model, generation, batching, control=self._peers.control, hooks=self, router=self._router
+            model, generation, batching, control=groups.control, hooks=self, router=self._router
         )
         with torch.no_grad():
             self._manager.start()
+        return self._parallel.shape
+
+    def stop(self) -> None:
+        """Finish what runs, stop in step with the others, and leave the groups."""
+        self._manager.stop(block=True, timeout=self._options.peer_timeout_s)
+        self._recorder.stop()
+        peers.leave()
 
     # -------------------------------------------------------------------------------------------------- requests
 
     def submit(self, request: GenerationRequest) -> None:
         """Take a request. Raises RequestError when it can't be served here; others are not affected."""
-        self._check_request(request)
-        self._router.open(request.request)
+        config = self._parallel.model.config.get_text_config()
+        limit = min(config.max_position_embeddings, self._options.kv_page_size * self._options.kv_pages)
+        check_request(request, vocabulary=config.vocab_size, max_tokens=limit)
+        name = self._router.open(request.request)
+        if name is None:
+            raise RequestError(f"request '{request.request}': a request of this id is running")
         accepted = self._manager.add_request(
             list(request.prompt),
-            request_id=request.request,
+            request_id=name,
             max_new_tokens=request.max_new_tokens,
             streaming=request.stream,
         )
         if accepted is None:
-            self._router.close(request.request, "failed", "the rank is stopping")
-
-    def _check_request(self, request: GenerationRequest) -> None:
-        config = self._model.config.get_text_config()
-        if not request.prompt:
-            raise RequestError(f"request '{request.request}': the prompt is empty")
-        if request.max_new_tokens < 1:
-            raise RequestError(f"request '{request.request}': max_new_tokens is {request.max_new_tokens}; at least 1")
-        wrong = next((token for token in request.prompt if not 0 <= token < config.vocab_size), None)
-        if wrong is not None:
-            raise RequestError(
-                f"request '{request.request}': token {wrong} is not in the vocabulary (0..{config.vocab_size - 1})"
-            )
-        total = len(request.prompt) + request.max_new_tokens
-        limit = min(config.max_position_embeddings, self._options.kv_page_size * self._options.kv_pages)
-        if total > limit:
-            raise RequestError(
-                f"request '{request.request}': {len(request.prompt)} prompt tokens + {request.max_new_tokens} new are "
-                f"{total}, more than the {limit} that fit"
-            )
-        if self._router.is_open(request.request):
-            raise RequestError(f"request '{request.request}': a request of this id is running")
+            self._router.close(request.request, FAILED, f"rank {self._rank} is stopping")
 
     def cancel(self, request: str) -> None:
         """Stop a request; its last event says 'cancelled'. A request that is not running is no error."""
-        if self._router.is_open(request):
-            self._manager.cancel_request(request)
-            self._router.close(request, CANCELLED)
+        name = self._router.close(request, CANCELLED)
+        if name is not None:
+            self._manager.cancel_request(name)
 
     def next_events(self, timeout_s: float) -> list[TokenEvent]:
         """The events since the last call; waits up to timeout_s for the first."""
@@ -214,82 +170,35 @@ class ExpertWorker:
     # -------------------------------------------------------------------------------------------- change of epoch
 
     def copy_round(self, target_epoch: int, moves: Sequence[Move]) -> int:
-        """Copy this rank's share of one round of a migration. Returns bytes received."""
-        if target_epoch <= self._table.epoch:
-            raise StaleEpochError(f"rank {self._rank} serves epoch {self._table.epoch}; epoch {target_epoch} is past")
+        """This rank's share of one round of a migration to an epoch ahead. Returns the bytes received."""
+        self._epochs.check_ahead(target_epoch)
         return self._mover.copy_round(moves)
 
     def prepare(self, target: Placement) -> None:
-        """Check that every expert that the target gives this rank is here. Raises MigrationError or StaleEpochError."""
-        if target.epoch <= self._table.epoch:
-            raise StaleEpochError(f"rank {self._rank} serves epoch {self._table.epoch}; epoch {target.epoch} is past")
-        missing = target.experts_on(self._rank) - self._slab.experts()
-        if missing:
-            raise MigrationError(
-                f"rank {self._rank} lacks {len(missing)} experts of epoch {target.epoch}: {min(missing)}"
-            )
-        with self._lock:
-            self._prepared = target
+        self._epochs.prepare(target)
 
     def commit(self, epoch: int) -> None:
-        """Be ready to serve a prepared epoch: all ranks switch at the first step boundary where all are ready."""
-        with self._lock:
-            if self._prepared is None or self._prepared.epoch != epoch:
-                raise MigrationError(f"rank {self._rank} has not prepared epoch {epoch}")
-            self._ready = self._prepared
+        self._epochs.commit(epoch)
 
     def abort(self, epoch: int) -> int:
-        """Withdraw from an epoch that is not served yet, and free its copies. Returns the epoch that is served.
-
-        A vote that is already cast can't be taken back: wait until the ranks have counted it.
-        """
-        with self._lock:
-            self._ready = self._prepared = None
-            if not self._lock.wait_for(lambda: self._voted is None, timeout=self._options.peer_timeout_s):
-                raise MigrationError(f"rank {self._rank} waits for the other ranks and can't abort epoch {epoch}")
-            served = self._table.placement
-            if served.epoch < epoch:
-                self._release_unused(served)
-            return served.epoch
+        return self._epochs.abort(epoch)
 
     def drop(self, epoch: int) -> int:
-        """Free the experts that the served epoch no longer gives this rank. Returns how many."""
-        with self._lock:
-            if self._table.epoch != epoch:
-                raise StaleEpochError(
-                    f"rank {self._rank} serves epoch {self._table.epoch}, not {epoch}: nothing dropped"
-                )
-            return self._release_unused(self._table.placement)
-
-    def _release_unused(self, served: Placement) -> int:
-        unused = self._slab.experts() - served.experts_on(self._rank)
-        for expert in unused:
-            self._slab.release(expert)
-        return len(unused)
+        return self._epochs.drop(epoch)
 
     # ---------------------------------------------------------------- hooks of the engine, on the serving thread
 
     def ready_epoch(self) -> int:
-        with self._lock:
-            self._voted = self._ready
-            return self._table.epoch if self._voted is None else self._voted.epoch
+        return self._epochs.vote()
 
     def enter_epoch(self, epoch: int) -> None:
-        with self._lock:
-            if epoch != self._table.epoch:
-                assert self._voted is not None and self._voted.epoch == epoch
-                for expert in self._table.placement.experts_on(self._rank) - self._voted.experts_on(self._rank):
-                    self._cache.forget(expert)
-                self._table.switch(self._voted)
-                self._ready = self._prepared = None
-            self._voted = None
-            self._lock.notify_all()
+        self._epochs.enter(epoch)
 
     def begin_step(self, batch: list[Any], input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
-        self._table.begin_step()
-        lengths = [state.query_length for state in batch]
-        requests = [request_number(state.state.request_id) for state in batch]
-        phases = [PREFILL if state.query_length > 1 else DECODE for state in batch]
+        self._parallel.table.begin_step()
+        lengths = [entry.query_length for entry in batch]
+        requests = [request_number(request_of(entry.state.request_id)) for entry in batch]
+        phases = [PREFILL if length > 1 else DECODE for length in lengths]
         tokens = StepTokens(
             request=np.repeat(np.array(requests, np.int64), lengths),
             phase=np.repeat(np.array(phases, np.uint8), lengths),
@@ -300,47 +209,32 @@ class ExpertWorker:
 
     def end_step(self) -> None:
         self._recorder.end_step()
+        self._parallel.table.begin_step()
         self._steps += 1
 
     def join_step(self) -> None:
         self._recorder.abandon_step()
-        with torch.no_grad():
-            for layer in self._layers[self._table.layers_done % self.shape.num_layers :]:
-                layer.join_empty()
-        self._table.begin_step()
+        self._parallel.join_step()
         self._steps += 1
 
-    # ------------------------------------------------------------------------------------------- looking, leaving
+    # ------------------------------------------------------------------------------------------------- looking in
 
     def status(self) -> WorkerStatus:
         error = self._manager.background_thread_status.fatal_error
-        cache, recorder = self._cache.counters, self._recorder.counters
+        cache, recorder = self._parallel.cache, self._recorder.counters
         return WorkerStatus(
             rank=self._rank,
-            epoch=self._table.epoch,
+            epoch=self._parallel.table.epoch,
             alive=self._manager.is_running(),
             error=None if error is None else str(error),
             steps=self._steps,
-            experts=len(self._slab.experts()),
-            host_slab_bytes=self._slab.num_bytes,
-            slot_bytes=self._cache.num_bytes,
-            cache={name: getattr(cache, name) for name in ("lookups", "hits", "copies", "copied_bytes", "evictions")},
+            experts=len(self._parallel.slab.experts()),
+            host_slab_bytes=self._parallel.slab.num_bytes,
+            slot_bytes=cache.num_bytes,
+            cache={name: getattr(cache.counters, name) for name in type(cache.counters).__slots__},
             recorder={name: getattr(recorder, name) for name in type(recorder).__slots__},
         )
 
     def flush_trace(self) -> None:
         """Write what was recorded so far to disk."""
         self._recorder.flush()
-
-    def stop(self) -> None:
-        """Finish what runs, stop in step with the others, and leave the groups."""
-        self._manager.stop(block=True, timeout=self._options.peer_timeout_s)
-        self._recorder.stop()
-        peers.leave()
-
-
-def request_number(request: str) -> int:
-    """A request's id in traces: 63 bits, the number itself where the id is one."""
-    if request.isdecimal() and len(request) < 19:
-        return int(request)
-    return int.from_bytes(hashlib.blake2b(request.encode(), digest_size=8).digest(), "big") >> 1

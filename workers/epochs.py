@@ -1,0 +1,102 @@
+"""Epochs: how a rank comes from one placement to the next without ever serving between two.
+
+prepare (everything is here) -> commit (ready from now on) -> the ranks vote before each step, and switch together at
+the first step boundary where all are ready -> drop (what the old epoch alone needed). Until the switch, abort undoes
+all of it. A call for an epoch that is past raises StaleEpochError.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from placement.core import Placement
+from placement.errors import MigrationError, StaleEpochError
+from workers.host_slab import HostSlab
+from workers.routing import RoutingTable
+from workers.slot_cache import SlotCache
+
+
+class EpochKeeper:
+    """One rank's epochs. vote and enter run on the serving thread, the rest on any."""
+
+    def __init__(self, *, table: RoutingTable, slab: HostSlab, cache: SlotCache, timeout_s: float) -> None:
+        self._table = table
+        self._slab = slab
+        self._cache = cache
+        self._timeout_s = timeout_s
+        self._prepared: Placement | None = None
+        self._ready: Placement | None = None
+        self._voted: Placement | None = None
+        self._changed = threading.Condition()
+
+    def check_ahead(self, epoch: int) -> None:
+        """Raises StaleEpochError unless the epoch lies ahead of the one served."""
+        if epoch <= self._table.epoch:
+            raise StaleEpochError(
+                f"rank {self._table.rank} serves epoch {self._table.epoch}; epoch {epoch} is not ahead of it"
+            )
+
+    def prepare(self, target: Placement) -> None:
+        """Check that every expert that the target gives this rank is here. Raises MigrationError where one is not."""
+        with self._changed:
+            self.check_ahead(target.epoch)
+            missing = target.experts_on(self._table.rank) - self._slab.experts()
+            if missing:
+                raise MigrationError(
+                    f"rank {self._table.rank} lacks {len(missing)} experts of epoch {target.epoch}: {min(missing)}"
+                )
+            self._prepared = target
+
+    def commit(self, epoch: int) -> None:
+        """From now on, vote for a prepared epoch."""
+        with self._changed:
+            if self._prepared is None or self._prepared.epoch != epoch:
+                raise MigrationError(f"rank {self._table.rank} has not prepared epoch {epoch}")
+            self._ready = self._prepared
+
+    def abort(self, epoch: int) -> int:
+        """Withdraw from an epoch that is not served yet, and free its copies. Returns the epoch that is served.
+
+        A vote that is cast can't be taken back: this waits until the ranks have counted it.
+        """
+        with self._changed:
+            self._ready = self._prepared = None
+            if not self._changed.wait_for(lambda: self._voted is None, timeout=self._timeout_s):
+                raise MigrationError(f"rank {self._table.rank} waits for the other ranks and can't abort epoch {epoch}")
+            if self._table.epoch < epoch:
+                self._release_unused()
+            return self._table.epoch
+
+    def drop(self, epoch: int) -> int:
+        """Free the experts that the served epoch does not give this rank. Returns how many."""
+        with self._changed:
+            if self._table.epoch != epoch:
+                raise StaleEpochError(
+                    f"rank {self._table.rank} serves epoch {self._table.epoch}, not {epoch}: nothing is dropped"
+                )
+            return self._release_unused()
+
+    def vote(self) -> int:
+        """The newest epoch that this rank could serve from the next step on."""
+        with self._changed:
+            self._voted = self._ready
+            return self._table.epoch if self._voted is None else self._voted.epoch
+
+    def enter(self, epoch: int) -> None:
+        """The votes are counted: every rank could serve this epoch, so every rank serves it from now on."""
+        with self._changed:
+            if epoch != self._table.epoch:
+                assert self._voted is not None and self._voted.epoch == epoch
+                rank = self._table.rank
+                for expert in self._table.placement.experts_on(rank) - self._voted.experts_on(rank):
+                    self._cache.forget(expert)
+                self._table.switch(self._voted)
+                self._ready = self._prepared = None
+            self._voted = None
+            self._changed.notify_all()
+
+    def _release_unused(self) -> int:
+        unused = self._slab.experts() - self._table.placement.experts_on(self._table.rank)
+        for expert in unused:
+            self._slab.release(expert)
+        return len(unused)

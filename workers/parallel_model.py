@@ -1,0 +1,84 @@
+"""A model whose experts are spread over ranks: Transformers' model here, the experts wherever the placement says."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from placement.core import Placement
+from placement.topology import Topology
+from workers.exchange import Exchange
+from workers.expert_layer import ExpertLayer
+from workers.loading import check_fits, fill_slab, shape_of
+from workers.recorder import Recorder
+from workers.routing import RoutingTable
+from workers.seam import experts_modules, take_over
+from workers.slot_cache import SlotCache
+
+
+class ParallelModel:
+    """One rank's share of a model. Made from the whole model in host memory, of which it keeps its own experts only.
+
+    cache_share: the share of the rank's rows per layer that its slots hold. host_slab_rows: see WorkerOptions.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        placement: Placement,
+        topology: Topology,
+        rank: int,
+        device: torch.device,
+        cache_share: float,
+        host_slab_rows: float,
+    ) -> None:
+        self.model = model
+        self.shape = shape_of(model)
+        check_fits(self.shape, placement)
+        self._device = device
+        self._modules = experts_modules(model)
+        self.slab, self.layout = fill_slab(
+            self._modules, placement, rank=rank, spare=host_slab_rows, pin=device.type == "cuda"
+        )
+        self.cache = SlotCache(
+            slab=self.slab,
+            num_layers=self.shape.num_layers,
+            slots_per_layer=max(1, math.ceil(cache_share * placement.rows_per_rank)),
+            blob_bytes=self.layout.num_bytes,
+            device=device,
+        )
+        self.table = RoutingTable(placement=placement, topology=topology, rank=rank, top_k=self.shape.top_k)
+        self._layers: list[ExpertLayer] = []
+
+    def attach(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
+        """Put expert layers that meet over group in the place of the model's own, and the model on its device."""
+        partial_dtype = torch.float64 if self._device.type == "cpu" else torch.float32
+        exchange = Exchange(group, num_ranks=len(self.table.node_of_rank), partial_dtype=partial_dtype)
+        self._layers = [
+            ExpertLayer(
+                layer=layer,
+                module=module,
+                layout=self.layout,
+                cache=self.cache,
+                exchange=exchange,
+                table=self.table,
+                recorder=recorder,
+                hidden_size=self.shape.hidden_size,
+                dtype=self.model.dtype,
+                device=self._device,
+            )
+            for layer, module in enumerate(self._modules)
+        ]
+        take_over(self.model, list(self._layers))
+        self.model.to(self._device)
+
+    def join_step(self) -> None:
+        """Join the layers of the step under way that this rank has not joined yet, with zero tokens."""
+        with torch.no_grad():
+            for layer in self._layers[self.table.layers_done :]:
+                layer.join_empty()
+        self.table.begin_step()
