@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from placement.core import EMPTY
 from placement.partition import align, cut
-from placement.refine import MOST_UNITS, Effort, Sample, masks_of, refine, serve_units
+from placement.refine import MOST_UNITS, Costs, Sample, Stage, masks_of, refine, serve_units
 from placement.replicas import fill_spare, slots_of_parts
 from placement.topology import Topology
 
@@ -54,13 +54,14 @@ def _gathered(children: list[Branch], crosses_nodes: bool) -> Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the descent needs beside the sample: rows per rank, E, the search's effort between nodes and inside."""
+    """What the descent needs beside the sample. Costs and search stages between nodes, and inside a node."""
 
     rows_per_rank: int
     num_experts: int
-    between: Effort
-    inside: Effort
-    coarse_tokens: int = 4000
+    between: Costs
+    inside: Costs
+    between_stages: tuple[Stage, ...]
+    inside_stages: tuple[Stage, ...]
 
 
 @nb.njit(cache=True, nogil=True)
@@ -132,11 +133,11 @@ def _solve(
     part = cut(load[experts], ties, sizes, share, seed) if branch.crosses_nodes else _deal(load[experts], sizes, share)
     part = align(part, demand[:, experts], sizes)
     slots = fill_spare(slots_of_parts(part, experts, sizes), sizes, load, pairs, demand)
-    effort = settings.between if branch.crosses_nodes else settings.inside
-    coarse = _thin(sample, settings.coarse_tokens)
-    slots = refine(slots, sizes, share, coarse, settings.num_experts, effort, seed)
-    polish = replace(effort, proposals=effort.proposals // 8, temperature=0.0)
-    return refine(slots, sizes, share, sample, settings.num_experts, polish, seed + 1)
+    costs = settings.between if branch.crosses_nodes else settings.inside
+    stages = settings.between_stages if branch.crosses_nodes else settings.inside_stages
+    for number, stage in enumerate(stages):
+        slots = refine(slots, sizes, share, sample, settings.num_experts, costs, stage, seed + number)
+    return slots
 
 
 def _deal(load: NDArray[np.float64], sizes: NDArray[np.int64], share: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -149,9 +150,3 @@ def _deal(load: NDArray[np.float64], sizes: NDArray[np.int64], share: NDArray[np
         lack[unit] -= load[expert]
         free[unit] -= 1
     return part
-
-
-def _thin(sample: Sample, num_tokens: int) -> Sample:
-    """Every n-th token, so that about num_tokens of each group stay."""
-    step = max(1, len(sample.chosen) // (num_tokens * (int(sample.group.max(initial=0)) + 1)))
-    return Sample(chosen=sample.chosen[::step], home=sample.home[::step], group=sample.group[::step])

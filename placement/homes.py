@@ -128,7 +128,7 @@ def price_units(
         wish = np.argmax(value - prices, axis=1)
         asked = np.bincount(wish, weights=weight, minlength=len(prices))
         step = scale * (1 - turn / PRICE_ROUNDS) ** 2
-        prices = np.maximum(0.0, prices + step * np.where(asked > limit, asked / limit - 1, asked / limit - 1))
+        prices = np.maximum(0.0, prices + step * (asked / limit - 1))
     return prices
 
 
@@ -188,7 +188,7 @@ def route_homes(
     for node in range(topology.num_nodes):
         inside = np.flatnonzero(node_of_rank == node)
         here = np.flatnonzero(nodes == node)
-        limit = math.ceil(len(here) / len(inside)) * np.ones(len(inside))
+        limit = max(1, math.ceil(len(here) / len(inside))) * np.ones(len(inside))
         ranks[here] = inside[assign_under_limit(rank_value[np.ix_(here, inside)], ones[here], limit)]
     return requests, ranks
 

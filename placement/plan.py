@@ -23,14 +23,14 @@ from placement.homes import (
 )
 from placement.matching import match_labels
 from placement.planfile import Plan
-from placement.refine import Effort, Sample
+from placement.refine import Costs, Sample, Stage
 from placement.topology import Topology
 from placement.trace import RoutingTrace
 
-SAMPLED_TOKENS = 16_000
+SAMPLED_TOKENS = 40_000
 HOME_PREFIX = 64
-BETWEEN = Effort(proposals=0, temperature=0.03, visit_cost=1.0, balance_cost=1.0)
-INSIDE = Effort(proposals=0, temperature=0.01, visit_cost=0.2, balance_cost=1.0)
+BETWEEN = Costs(visit=1.0, balance=2.0)
+INSIDE = Costs(visit=0.05, balance=2.0)
 
 
 def plan_placement(
@@ -50,13 +50,15 @@ def plan_placement(
     check_capacity(trace.num_experts, topology.num_ranks, rows_per_rank)
     _check_current(current, trace)
     tree = tree_of(topology)
-    settings = _settings(trace, topology, rows_per_rank)
     routed = _first_homes(trace, tree, topology, seed)
+    routable = topology.num_nodes > 1 and trace.num_requests > 1
+    settings = _settings(trace, topology, rows_per_rank, draft=routable)
     table = _place(trace, tree, settings, routed, seed)
     draft = Placement(epoch=0, num_ranks=topology.num_ranks, num_experts=trace.num_experts, physical_to_logical=table)
-    if topology.num_nodes > 1 and trace.num_requests > 1:
+    if routable:
         requests, ranks = route_homes(draft, topology, trace, HOME_PREFIX)
         routed = homes_per_token(trace.request, requests, ranks)
+        settings = _settings(trace, topology, rows_per_rank, draft=False)
         table = _place(trace, tree, settings, routed, seed + 1)
         draft = replace(draft, physical_to_logical=table)
     if current is None:
@@ -72,13 +74,26 @@ def _check_current(current: Placement | None, trace: RoutingTrace) -> None:
         )
 
 
-def _settings(trace: RoutingTrace, topology: Topology, rows_per_rank: int) -> Settings:
-    proposals = 250 * min(topology.num_ranks * rows_per_rank, 128)
+def _settings(trace: RoutingTrace, topology: Topology, rows_per_rank: int, *, draft: bool) -> Settings:
+    """A draft is made to draw homes from, so it takes the first stage of the search alone."""
+    slots = topology.num_ranks * rows_per_rank
+    between = (
+        Stage(tokens=1000, proposals=600 * slots, hot=0.05, cold=0.005),
+        Stage(tokens=4000, proposals=150 * slots, hot=0.005),
+        Stage(tokens=SAMPLED_TOKENS, proposals=30 * slots),
+    )
+    per_node = slots // topology.num_nodes
+    inside = (
+        Stage(tokens=2000, proposals=100 * per_node, hot=0.01, cold=0.001),
+        Stage(tokens=SAMPLED_TOKENS, proposals=20 * per_node),
+    )
     return Settings(
         rows_per_rank=rows_per_rank,
         num_experts=trace.num_experts,
-        between=replace(BETWEEN, proposals=proposals),
-        inside=replace(INSIDE, proposals=proposals // 4),
+        between=BETWEEN,
+        inside=INSIDE,
+        between_stages=between[: 1 if draft else 3],
+        inside_stages=inside[: 1 if draft else 2],
     )
 
 

@@ -8,7 +8,7 @@ token, the units that serve it under the dispatch rule (home, then fewest), so t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba as nb
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from placement.dispatch import mix
 
 MOST_UNITS = 64
+EARLY_LOOK = 64
 ONE = np.uint64(1)
 
 
@@ -36,19 +37,29 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How hard to search: proposals tried, and the first temperature (in units of the objective).
+class Costs:
+    """visit: the worth of one other unit visited per token; balance: of load max/mean rising by 1.
 
-    visit_cost: the worth of one other unit visited per token; balance_cost: of load max/mean rising by 1;
-    step_tokens: the batch whose imbalance is judged, spread: how many standard deviations of it count.
+    step_tokens: the batch whose imbalance is judged; spread: how many standard deviations of its load count.
     """
 
-    proposals: int
-    temperature: float = 0.002
-    visit_cost: float = 1.0
-    balance_cost: float = 2.0
+    visit: float = 1.0
+    balance: float = 1.0
     step_tokens: int = 256
     spread: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One run of the search: on how many tokens of each group, how many proposals, from how hot to how cold.
+
+    Heat is in units of the objective: a change that makes it worse by up to a random part of the heat is taken.
+    """
+
+    tokens: int
+    proposals: int
+    hot: float = 0.0
+    cold: float = 0.0
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
@@ -198,140 +209,226 @@ def masks_of(slots: Any, num_experts: Any) -> Any:
     return masks, copies
 
 
-@nb.njit(cache=True, nogil=True)
-def _add_token(served: Any, sign: Any, load: Any, square: Any) -> None:
-    """Add (or take away) one token's served units to load, square [U]."""
-    for k in range(len(served)):
-        unit = served[k]
-        if unit < 0:
-            continue
-        same, first = 0, True
-        for other in range(len(served)):
-            if served[other] == unit:
-                same += 1
-                first = first and other >= k
-        load[unit] += sign
-        if first:
-            square[unit] += sign * same * same
+class _State(NamedTuple):
+    """What the search keeps about the sample. chosen, served [S, K]; home, group, visits [S]; the rest by unit.
 
-
-@nb.njit(cache=True, nogil=True)
-def _anneal(
-    slots: Any,
-    sizes: Any,
-    share: Any,
-    chosen: Any,
-    home: Any,
-    group: Any,
-    num_experts: Any,
-    proposals: Any,
-    temperature: Any,
-    visit_cost: Any,
-    balance_cost: Any,
-    step_tokens: Any,
-    spread: Any,
-    seed: Any,
-) -> Any:
-    """Threshold accepting: changes slots [U, C] in place, returns the objective before and after.
-
-    sizes [U]: the slots that a unit really has. Only sums, products and square roots, so every machine agrees.
+    start, postings: `postings_of`. masks, copies: `masks_of`. load, square [G, U] as in `imbalance`; visited, tokens [G].
     """
-    num_units, top_k = slots.shape[0], chosen.shape[1]
-    num_groups = group.max() + 1
+
+    chosen: Any
+    home: Any
+    group: Any
+    start: Any
+    postings: Any
+    masks: Any
+    copies: Any
+    served: Any
+    visits: Any
+    load: Any
+    square: Any
+    visited: Any
+    tokens: Any
+
+
+class _Trial(NamedTuple):
+    """Scratch of one proposal: stamp [S] marks tokens seen; touched, visits [S] and served [S, K] hold what changes."""
+
+    stamp: Any
+    touched: Any
+    served: Any
+    visits: Any
+    load: Any
+    square: Any
+    visited: Any
+    same: Any
+
+
+class _Weights(NamedTuple):
+    visit: float
+    balance: float
+    step_tokens: float
+    spread: float
+
+
+@nb.njit(cache=True, nogil=True)
+def _add_token(served: Any, sign: Any, load: Any, square: Any, same: Any) -> None:
+    """Add (or take away) one token's served units to load, square [U]; same [U] is zeroed scratch."""
+    for unit in served:
+        if unit >= 0:
+            load[unit] += sign
+            square[unit] += sign * (2 * same[unit] + 1)
+            same[unit] += 1
+    for unit in served:
+        if unit >= 0:
+            same[unit] = 0
+
+
+@nb.njit(cache=True, nogil=True)
+def _start_state(slots: Any, chosen: Any, home: Any, group: Any, num_experts: Any) -> Any:
+    num_groups, num_units = group.max() + 1, slots.shape[0]
     start, postings = postings_of(chosen, num_experts)
     masks, copies = masks_of(slots, num_experts)
     served = np.full(chosen.shape, -1, np.int8)
     visits = np.zeros(len(chosen), np.int16)
     load, square = np.zeros((num_groups, num_units)), np.zeros((num_groups, num_units))
-    tokens_of = np.zeros(num_groups)
-    visited = np.zeros(num_groups)
+    visited, tokens = np.zeros(num_groups), np.zeros(num_groups)
+    same = np.zeros(num_units, np.int64)
     for token in range(len(chosen)):
+        g = group[token]
         visits[token] = serve_units(chosen[token], home[token], masks, served[token])
-        _add_token(served[token], 1.0, load[group[token]], square[group[token]])
-        tokens_of[group[token]] += 1
-        visited[group[token]] += visits[token]
-    objective = 0.0
-    for g in range(num_groups):
-        if tokens_of[g]:
-            objective += visit_cost * visited[g] / tokens_of[g]
-            objective += balance_cost * imbalance(load[g], square[g], share, tokens_of[g], step_tokens, spread)
-    first_objective = objective
-    best_objective, best_slots = objective, slots.copy()
-    stamp = np.full(len(chosen), -1, np.int64)
-    touched = np.empty(len(chosen), np.int32)
-    new_served = np.empty((len(chosen), top_k), np.int8)
-    new_visits = np.empty(len(chosen), np.int16)
-    new_load, new_square, new_visited = load.copy(), square.copy(), visited.copy()
-    state = mix(np.uint64(seed))
+        _add_token(served[token], 1.0, load[g], square[g], same)
+        tokens[g] += 1
+        visited[g] += visits[token]
+    return _State(chosen, home, group, start, postings, masks, copies, served, visits, load, square, visited, tokens)
+
+
+@nb.njit(cache=True, nogil=True)
+def _objective(load: Any, square: Any, visited: Any, tokens: Any, share: Any, costs: Any) -> Any:
+    total = 0.0
+    for g in range(len(tokens)):
+        if tokens[g]:
+            total += costs.visit * visited[g] / tokens[g]
+            total += costs.balance * imbalance(load[g], square[g], share, tokens[g], costs.step_tokens, costs.spread)
+    return total
+
+
+@nb.njit(cache=True, nogil=True)
+def _serve_again(state: Any, trial: Any, expert: Any, first: Any, last: Any, step: Any, num_touched: Any) -> Any:
+    """Serve again the tokens [first, last) of an expert's postings; returns how many changes the trial holds now."""
+    for i in range(first, last):
+        token = state.postings[state.start[expert] + i]
+        if trial.stamp[token] == step:
+            continue
+        trial.stamp[token] = step
+        served = trial.served[num_touched]
+        count = serve_units(state.chosen[token], state.home[token], state.masks, served)
+        changed = False
+        for k in range(len(served)):
+            changed = changed or served[k] != state.served[token, k]
+        if changed:
+            g = state.group[token]
+            trial.visited[g] += count - state.visits[token]
+            _add_token(state.served[token], -1.0, trial.load[g], trial.square[g], trial.same)
+            _add_token(served, 1.0, trial.load[g], trial.square[g], trial.same)
+            trial.visits[num_touched] = count
+            trial.touched[num_touched] = token
+            num_touched += 1
+    return num_touched
+
+
+@nb.njit(cache=True, nogil=True)
+def _looks_hopeless(state: Any, trial: Any, share: Any, costs: Any, objective: Any, margin: Any) -> Any:
+    """Whether the change, judged from the first eighth of its tokens, is worse than margin."""
+    for g in range(len(state.tokens)):
+        for unit in range(len(share)):
+            trial.load[g, unit] = state.load[g, unit] + 8 * (trial.load[g, unit] - state.load[g, unit])
+            trial.square[g, unit] = state.square[g, unit] + 8 * (trial.square[g, unit] - state.square[g, unit])
+        trial.visited[g] = state.visited[g] + 8 * (trial.visited[g] - state.visited[g])
+    guess = _objective(trial.load, trial.square, trial.visited, state.tokens, share, costs)
+    for g in range(len(state.tokens)):
+        for unit in range(len(share)):
+            trial.load[g, unit] = state.load[g, unit] + (trial.load[g, unit] - state.load[g, unit]) / 8
+            trial.square[g, unit] = state.square[g, unit] + (trial.square[g, unit] - state.square[g, unit]) / 8
+        trial.visited[g] = state.visited[g] + (trial.visited[g] - state.visited[g]) / 8
+    return guess - objective > margin
+
+
+@nb.njit(cache=True, nogil=True)
+def _try(state: Any, trial: Any, share: Any, costs: Any, into: Any, out: Any, step: Any, worst: Any, now: Any) -> Any:
+    """The objective after the move that masks already show, and the number of changed tokens; inf once hopeless."""
+    trial.load[:] = state.load
+    trial.square[:] = state.square
+    trial.visited[:] = state.visited
+    num_into = state.start[into + 1] - state.start[into]
+    num_out = state.start[out + 1] - state.start[out] if out >= 0 else 0
+    early_into, early_out = num_into // 8, num_out // 8
+    changed = 0
+    if early_into + early_out >= EARLY_LOOK:
+        changed = _serve_again(state, trial, into, 0, early_into, step, changed)
+        changed = _serve_again(state, trial, out, 0, early_out, step, changed)
+        deviations = 8 * np.sqrt(np.float64(early_into + early_out)) * costs.visit / len(state.chosen)
+        if _looks_hopeless(state, trial, share, costs, now, worst + deviations):
+            return np.inf, changed
+    else:
+        early_into, early_out = 0, 0
+    changed = _serve_again(state, trial, into, early_into, num_into, step, changed)
+    if out >= 0:
+        changed = _serve_again(state, trial, out, early_out, num_out, step, changed)
+    return _objective(trial.load, trial.square, trial.visited, state.tokens, share, costs), changed
+
+
+@nb.njit(cache=True, nogil=True)
+def _accept(state: Any, trial: Any, changed: Any) -> None:
+    state.load[:] = trial.load
+    state.square[:] = trial.square
+    state.visited[:] = trial.visited
+    for i in range(changed):
+        token = trial.touched[i]
+        state.served[token] = trial.served[i]
+        state.visits[token] = trial.visits[i]
+
+
+@nb.njit(cache=True, nogil=True)
+def _anneal(
+    slots: Any, sizes: Any, share: Any, state: Any, costs: Any, proposals: Any, hot: Any, cold: Any, seed: Any
+) -> Any:
+    """Threshold accepting: changes slots [U, C] in place to the best found; returns the objective before and after.
+
+    sizes [U]: the slots that a unit really has. Only sums, products and square roots, so every machine agrees.
+    """
+    size, num_units = len(state.chosen), len(sizes)
+    trial = _Trial(
+        np.full(size, -1, np.int64),
+        np.empty(size, np.int32),
+        np.empty((size + 1, state.chosen.shape[1]), np.int8),
+        np.empty(size, np.int16),
+        state.load.copy(),
+        state.square.copy(),
+        state.visited.copy(),
+        np.zeros(num_units, np.int64),
+    )
+    now = _objective(state.load, state.square, state.visited, state.tokens, share, costs)
+    before, best, best_slots = now, now, slots.copy()
+    word = mix(np.uint64(seed))
     for step in range(proposals):
-        state = mix(state)
-        one = np.int64(state % np.uint64(num_units))
-        row = np.int64((state >> np.uint64(20)) % np.uint64(sizes[one]))
-        state = mix(state)
-        two = np.int64(state % np.uint64(num_units))
-        other = np.int64((state >> np.uint64(20)) % np.uint64(sizes[two]))
-        state = mix(state)
+        word = mix(word)
+        one = np.int64((word >> np.uint64(8)) % np.uint64(num_units))
+        row = np.int64((word >> np.uint64(32)) % np.uint64(sizes[one]))
+        swap = word & ONE == 0
+        word = mix(word)
+        two = np.int64((word >> np.uint64(8)) % np.uint64(num_units))
+        other = np.int64((word >> np.uint64(32)) % np.uint64(sizes[two]))
         out, into = slots[one, row], slots[two, other]
-        swap = state & np.uint64(1) == 0
-        if one == two or out == into or into < 0 or copies[one, into]:
+        if not _is_legal(state.masks, state.copies, one, two, out, into, swap):
             continue
-        if swap and out >= 0 and copies[two, out]:
+        word = mix(word)
+        heat = hot + (cold - hot) * (step / proposals)
+        threshold = heat * (np.float64(word >> np.uint64(11)) / 9007199254740992.0)
+        _move(state.masks, state.copies, one, two, out, into, swap, True)
+        objective, changed = _try(state, trial, share, costs, into, out, step, threshold, now)
+        if objective - now > threshold or (objective == now and changed == 0):
+            _move(state.masks, state.copies, one, two, out, into, swap, False)
             continue
-        if not swap and out >= 0 and masks[out] & ~(ONE << np.uint64(one)) == 0 and copies[one, out] == 1:
-            continue
-        _move(masks, copies, one, two, out, into, swap, True)
-        num_touched = 0
-        new_load[:] = load
-        new_square[:] = square
-        new_visited[:] = visited
-        for which in range(2):
-            expert = into if which == 0 else out
-            if expert < 0:
-                continue
-            for i in range(start[expert], start[expert + 1]):
-                token = postings[i]
-                if stamp[token] == step:
-                    continue
-                stamp[token] = step
-                g = group[token]
-                count = serve_units(chosen[token], home[token], masks, new_served[num_touched])
-                changed = count != visits[token]
-                for k in range(top_k):
-                    changed = changed or new_served[num_touched, k] != served[token, k]
-                if changed:
-                    new_visited[g] += count - visits[token]
-                    _add_token(served[token], -1.0, new_load[g], new_square[g])
-                    _add_token(new_served[num_touched], 1.0, new_load[g], new_square[g])
-                    new_visits[num_touched] = count
-                    touched[num_touched] = token
-                    num_touched += 1
-        candidate = 0.0
-        for g in range(num_groups):
-            if tokens_of[g]:
-                candidate += visit_cost * new_visited[g] / tokens_of[g]
-                candidate += balance_cost * imbalance(
-                    new_load[g], new_square[g], share, tokens_of[g], step_tokens, spread
-                )
-        cooling = 1.0 - step / proposals
-        threshold = temperature * cooling * cooling * (np.float64(state >> np.uint64(11)) / 9007199254740992.0)
-        if candidate - objective < threshold:
-            objective = candidate
-            load[:] = new_load
-            square[:] = new_square
-            visited[:] = new_visited
-            for i in range(num_touched):
-                served[touched[i]] = new_served[i]
-                visits[touched[i]] = new_visits[i]
-            slots[one, row] = into
-            if swap:
-                slots[two, other] = out
-            if objective < best_objective - 1e-12:
-                best_objective = objective
-                best_slots[:] = slots
-        else:
-            _move(masks, copies, one, two, out, into, swap, False)
+        now = objective
+        _accept(state, trial, changed)
+        slots[one, row] = into
+        if swap:
+            slots[two, other] = out
+        if now < best - 1e-12:
+            best = now
+            best_slots[:] = slots
     slots[:] = best_slots
-    return first_objective, best_objective
+    return before, best
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def _is_legal(masks: Any, copies: Any, one: Any, two: Any, out: Any, into: Any, swap: Any) -> Any:
+    """No expert twice on a unit, none without a copy. out may be -1, an empty slot; into may not."""
+    if one == two or out == into or into < 0 or copies[one, into]:
+        return False
+    if out < 0:
+        return True
+    return not copies[two, out] if swap else masks[out] & (masks[out] - ONE) != 0
 
 
 @nb.njit(cache=True, nogil=True)
@@ -359,7 +456,8 @@ def refine(
     share: NDArray[np.float64],
     sample: Sample,
     num_experts: int,
-    effort: Effort,
+    costs: Costs,
+    stage: Stage,
     seed: int,
 ) -> NDArray[np.int32]:
     """Search from slots [U, C] (expert ids, -1 empty; unit u uses the first sizes[u]). Returns the best slots found.
@@ -367,21 +465,30 @@ def refine(
     share [U], summing to 1, is the part of the load that each unit should carry. Every expert keeps a copy.
     """
     result = np.ascontiguousarray(slots, np.int32).copy()
-    if len(result) > 1 and len(sample.chosen) and effort.proposals:
+    thinned = thin(sample, stage.tokens)
+    if len(result) > 1 and len(thinned.chosen) and stage.proposals:
+        state = _start_state(
+            result,
+            np.ascontiguousarray(thinned.chosen, np.int16),
+            np.ascontiguousarray(thinned.home, np.int16),
+            np.ascontiguousarray(thinned.group, np.uint8),
+            num_experts,
+        )
         _anneal(
             result,
             np.asarray(sizes, np.int64),
             np.asarray(share, np.float64),
-            np.ascontiguousarray(sample.chosen, np.int16),
-            np.ascontiguousarray(sample.home, np.int16),
-            np.ascontiguousarray(sample.group, np.uint8),
-            num_experts,
-            effort.proposals,
-            effort.temperature,
-            effort.visit_cost,
-            effort.balance_cost,
-            float(effort.step_tokens),
-            effort.spread,
+            state,
+            _Weights(costs.visit, costs.balance, float(costs.step_tokens), costs.spread),
+            stage.proposals,
+            stage.hot,
+            stage.cold,
             seed,
         )
     return result
+
+
+def thin(sample: Sample, num_tokens: int) -> Sample:
+    """Every n-th token, so that about num_tokens of each group stay. The sample's order must be random."""
+    step = max(1, len(sample.chosen) // (num_tokens * (int(sample.group.max(initial=0)) + 1)))
+    return Sample(chosen=sample.chosen[::step], home=sample.home[::step], group=sample.group[::step])
