@@ -103,8 +103,10 @@ def load_config(path: str | Path) -> ClusterConfig:
     """Read a cluster's YAML; paths in it are relative to the working directory. Raises ConfigError."""
     try:
         raw = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config '{path}': cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"config '{path}': cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config '{path}': not text: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"config '{path}': not YAML: {' '.join(str(error).split())[:200]}") from error
     return config_from_dict(raw, source=f"config '{path}'")

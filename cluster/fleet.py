@@ -78,19 +78,19 @@ class Fleet:
         )
         note("loading the model on every rank")
         first = self._workers[0].open_rendezvous.remote(config.workers.host, config.workers.interface)
-        rendezvous = _get(first)
-        self.shape = _get([worker.join.remote(rendezvous) for worker in self._workers])[0]
+        rendezvous = answer(first)
+        self.shape = answer([worker.join.remote(rendezvous) for worker in self._workers])[0]
         note("starting the placement service")
         self._service = start_service(
             history=(config.run_dir / "history.sqlite").absolute(),
             workers=self._workers,
             initial=self.initial,
             trace_dir=config.trace_dir.absolute(),
-            expert_bytes=_get(self._workers[0].expert_bytes.remote()),
+            expert_bytes=answer(self._workers[0].expert_bytes.remote()),
             min_gain=config.rebalance.min_gain,
             seed=config.rebalance.seed,
         )
-        _get(self._service.current.remote())
+        answer(self._service.current.remote())
         self._pumps = [
             threading.Thread(target=self._pump, args=(rank,), name=f"events-{rank}", daemon=True)
             for rank in range(self.topology.num_ranks)
@@ -108,26 +108,26 @@ class Fleet:
         for request, generation in zip(requests, generations, strict=True):
             by_home.setdefault(generation.home, []).append(request)
         refs = [self._workers[home].submit.remote(mine) for home, mine in by_home.items()]
-        for mine, refusals in zip(by_home.values(), _get(refs), strict=True):
+        for mine, refusals in zip(by_home.values(), answer(refs), strict=True):
             for request, refusal in zip(mine, refusals, strict=True):
                 if refusal is not None:
                     self._deliver(TokenEvent(request=request.request, tokens=(), end=FAILED, error=refusal))
         return generations
 
     def cancel(self, generation: Generation) -> None:
-        _get(self._workers[generation.home].cancel.remote(generation.request))
+        answer(self._workers[generation.home].cancel.remote(generation.request))
 
     def rebalance(self) -> RebalanceResult:
         """Plan from the trace so far and enact it beside the traffic; returns when it is done."""
-        result: RebalanceResult = _get(self._service.rebalance.remote())
+        result: RebalanceResult = answer(self._service.rebalance.remote())
         return result
 
     def progress(self) -> str:
-        text: str = _get(self._service.progress.remote())
+        text: str = answer(self._service.progress.remote())
         return text
 
     def status(self) -> list[WorkerStatus]:
-        result: list[WorkerStatus] = _get([worker.status.remote() for worker in self._workers])
+        result: list[WorkerStatus] = answer([worker.status.remote() for worker in self._workers])
         return result
 
     def __enter__(self) -> Fleet:
@@ -196,7 +196,7 @@ def moe_shape(config: ClusterConfig) -> tuple[int, int]:
     return shape.num_layers, shape.num_experts
 
 
-def _get(refs: Any) -> Any:
+def answer(refs: Any) -> Any:
     """ray.get, with the worker's own error instead of Ray's wrapping of it."""
     try:
         return ray.get(refs, timeout=600)

@@ -35,7 +35,8 @@ class Contact:
 
     name: str
     address: str
-    token_path: str
+    namespace: str
+    token_path: str | None
     pid: int
 
 
@@ -63,7 +64,11 @@ def local_cluster(*, name: str, num_cpus: int, object_store_mb: int) -> Iterator
             )
             try:
                 yield Contact(
-                    name=name, address=context.address_info["gcs_address"], token_path=str(token_path), pid=os.getpid()
+                    name=name,
+                    address=context.address_info["gcs_address"],
+                    namespace=NAMESPACE,
+                    token_path=str(token_path),
+                    pid=os.getpid(),
                 )
             finally:
                 ray.shutdown()
@@ -72,7 +77,7 @@ def local_cluster(*, name: str, num_cpus: int, object_store_mb: int) -> Iterator
 
 
 @contextmanager
-def joined_cluster(address: str, token_path: str | None = None) -> Iterator[None]:
+def joined_cluster(address: str, token_path: str | None = None) -> Iterator[Contact]:
     """Connect to a running Ray cluster, which goes on when the context ends. Raises ConfigError if it isn't there."""
     variables = _OWN_VARIABLES | {"RAY_AUTH_TOKEN_PATH": token_path} if token_path else {}
     with _environment(variables):
@@ -81,7 +86,7 @@ def joined_cluster(address: str, token_path: str | None = None) -> Iterator[None
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"no Ray cluster answers at '{address}': {str(error).splitlines()[0]}") from error
         try:
-            yield
+            yield Contact(name=NAMESPACE, address=address, namespace=NAMESPACE, token_path=token_path, pid=os.getpid())
         finally:
             ray.shutdown()
 

@@ -1,0 +1,145 @@
+"""The commands that need no cluster: plan, evaluate, homes, report. Files in, files and numbers out."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.baselines import eplb_placement, linear_placement, random_placement
+from placement.core import Placement
+from placement.errors import ConfigError, PlacementError, TraceError
+from placement.evaluate import Score, check_fit, evaluate
+from placement.files import write_whole
+from placement.graph import count_load
+from placement.homes import homes_of, homes_per_token, random_homes, route_homes
+from placement.planfile import Plan
+from placement.trace import RoutingTrace
+
+BASELINES = ("linear", "eplb", "random")
+HELD_OUT, ALL = "held-out", "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Scores of a plan and of baselines on the same requests with the same homes. judged_on and homes say which."""
+
+    judged_on: str
+    homes: str
+    plan: Score
+    baselines: dict[str, Score]
+
+    def to_dict(self) -> dict[str, Any]:
+        ratio = {
+            name: {
+                figure: _ratio(getattr(self.plan, figure), getattr(score, figure))
+                for figure in ("nodes_visited", "ranks_visited", "load_max_over_mean")
+            }
+            for name, score in self.baselines.items()
+        }
+        return {
+            "judged_on": self.judged_on,
+            "homes": self.homes,
+            "plan": self.plan.to_dict(),
+            "baselines": {name: score.to_dict() for name, score in self.baselines.items()},
+            "plan_over_baseline": ratio,
+        }
+
+
+def _ratio(mine: float, other: float) -> float | None:
+    return mine / other if other else None
+
+
+def output_path(text: str, option: str = "--out") -> Path:
+    """Where a result is to go, checked before the work is done. Raises ConfigError."""
+    path = Path(text)
+    if path.is_dir():
+        raise ConfigError(f"{option} '{path}': is a folder; give a file name")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} '{path}': the folder '{path.parent}' does not exist")
+    return path
+
+
+def write_result(path: Path, data: bytes, option: str = "--out") -> None:
+    """Write a result whole. Raises ConfigError where the system refuses."""
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise ConfigError(f"{option} '{path}': cannot be written: {error.strerror}") from error
+
+
+def compare(plan: Plan, trace: RoutingTrace, *, names: list[str], on: str, homes: str, seed: int) -> Comparison:
+    """Score a plan and the named baselines on the held-out (odd) requests, or on all.
+
+    Baselines are fitted on the other requests (with on='all', on the same ones). homes: 'recorded' (random where the
+    trace does not know them), 'random', or a file from `moetis homes`.
+    """
+    check_fit(plan.placement, plan.topology, trace)
+    fit, judged = trace.split_by_request() if on == HELD_OUT else (trace, trace)
+    home = _homes(homes, trace, judged, plan.topology.num_ranks, seed)
+    scores = {name: evaluate(_baseline(name, fit, plan.placement, seed), plan.topology, judged, home) for name in names}
+    return Comparison(
+        judged_on=f"{judged.num_tokens} tokens of {judged.num_requests} {on} requests",
+        homes="random (the trace records none)" if homes == "recorded" and judged.source_rank.min() < 0 else homes,
+        plan=evaluate(plan.placement, plan.topology, judged, home),
+        baselines=scores,
+    )
+
+
+def _baseline(name: str, fit: RoutingTrace, like: Placement, seed: int) -> Placement:
+    shape = (like.num_ranks, like.rows_per_rank)
+    if name == "eplb":
+        return eplb_placement(count_load(fit)[0], *shape)
+    if name == "linear":
+        return linear_placement(like.num_layers, like.num_experts, *shape)
+    return random_placement(like.num_layers, like.num_experts, *shape, seed)
+
+
+def _homes(homes: str, trace: RoutingTrace, judged: RoutingTrace, num_ranks: int, seed: int) -> NDArray[np.int32]:
+    if homes == "random":
+        return random_homes(judged.request, num_ranks, seed)
+    if homes == "recorded":
+        return homes_of(judged, num_ranks, seed)
+    ranks = _load_homes(Path(homes), num_ranks)
+    requests = np.unique(trace.request)
+    if len(requests) != len(ranks):
+        raise TraceError(f"homes '{homes}': has {len(ranks)} requests, the trace has {len(requests)}")
+    return homes_per_token(judged.request, requests, ranks)
+
+
+def _load_homes(path: Path, num_ranks: int) -> NDArray[np.int32]:
+    try:
+        ranks = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise TraceError(
+            f"homes '{path}': not a readable .npy (and neither 'recorded' nor 'random'): {error}"
+        ) from error
+    if not isinstance(ranks, np.ndarray) or ranks.ndim != 1 or ranks.dtype.kind not in "ui":
+        raise TraceError(f"homes '{path}': must be one row of integers, as `moetis homes` writes it")
+    if len(ranks) and not 0 <= ranks.min() <= ranks.max() < num_ranks:
+        raise TraceError(f"homes '{path}': ranks go from 0 to {num_ranks - 1}, found {ranks.min()} to {ranks.max()}")
+    return ranks.astype(np.int32)
+
+
+def homes_file(plan: Plan, trace: RoutingTrace, prefix: int) -> tuple[NDArray[np.int64], NDArray[np.int32], bytes]:
+    """Homes from each request's first prefix tokens: requests [Q] ascending, ranks [Q], the .npy's bytes."""
+    check_fit(plan.placement, plan.topology, trace)
+    requests, ranks = route_homes(plan.placement, plan.topology, trace, prefix)
+    buffer = io.BytesIO()
+    np.save(buffer, ranks.astype(np.int32))
+    return requests, ranks, buffer.getvalue()
+
+
+def check_current(current: Plan | None, slots_per_rank: int, num_ranks: int) -> None:
+    """Raises PlacementError where the present plan is of another size than the one asked for."""
+    if current is None:
+        return
+    mine, theirs = (num_ranks, slots_per_rank), (current.placement.num_ranks, current.placement.rows_per_rank)
+    if mine != theirs:
+        raise PlacementError(
+            f"--current has {theirs[0]} ranks x {theirs[1]} slots, but {mine[0]} ranks x {mine[1]} slots are asked for"
+        )
