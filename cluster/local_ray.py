@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,15 +19,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import ray
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from placement.errors import ConfigError
 from placement.files import write_whole
 
 NAMESPACE = "moetis"
 CONTACT_FILE = "cluster.json"
-# Ray turns token authentication on by itself for a local cluster where RAY_AUTH_MODE is not set; it is read at import.
-_OWN_VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_OWN_VARIABLES = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+# Ray replaces 127.0.0.1 by the machine's outer address, but takes the rest of the loopback range as it is.
+_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ def local_cluster(*, name: str, num_cpus: int, object_store_mb: int) -> Iterator
                 configure_logging=True,
                 object_store_memory=object_store_mb * 10**6,
                 _temp_dir=str(folder / "ray"),
-                _node_ip_address="127.0.0.1",
+                _node_ip_address=_LOOPBACK,
             )
             try:
                 yield Contact(
@@ -115,14 +117,19 @@ def read_contact(run_dir: Path) -> Contact:
 def _environment(variables: dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    # Ray caches the token that it finds first; another cluster in this process has another one.
-    AuthenticationTokenLoader.instance().reset_cache()
+    _reread_environment()
     try:
         yield
     finally:
-        AuthenticationTokenLoader.instance().reset_cache()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        _reread_environment()
+
+
+def _reread_environment() -> None:
+    """Ray reads how to authenticate at its import and keeps the first token that it finds: have it look again."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
