@@ -83,6 +83,24 @@ def _serve_all(chosen: Any, home: Any, masks: Any, served: Any) -> None:
         serve_units(chosen[token], home[token], masks, served[token])
 
 
+@nb.njit(cache=True, nogil=True)
+def _share_of_unit(chosen: Any, served: Any, unit: Any) -> Any:
+    """The tokens that a unit serves some expert for: their index [n], and those experts [n, K], -1 for the others."""
+    num_tokens, top_k = chosen.shape
+    kept = np.empty(num_tokens, np.int64)
+    experts = np.full((num_tokens, top_k), -1, np.int16)
+    num_kept = 0
+    for token in range(num_tokens):
+        found = 0
+        for k in range(top_k):
+            if served[token, k] == unit:
+                experts[num_kept, found] = chosen[token, k]
+                found += 1
+        kept[num_kept] = token
+        num_kept += found > 0
+    return kept[:num_kept], experts[:num_kept]
+
+
 def place_layer(tree: Branch, sample: Sample, settings: Settings, seed: int) -> NDArray[np.int32]:
     """Rows [R, rows] of one layer. sample: the layer's tokens; their homes are ranks."""
     rows = np.full((len(tree.ranks), settings.rows_per_rank), EMPTY, np.int32)
@@ -105,13 +123,8 @@ def _descend(
     served = np.full(sample.chosen.shape, -1, np.int8)
     _serve_all(local.chosen, local.home, masks, served)
     for unit, child in enumerate(branch.children):
-        here = served == unit
-        kept = here.any(axis=1)
-        inner = Sample(
-            chosen=np.where(here[kept], sample.chosen[kept], np.int16(-1)),
-            home=sample.home[kept],
-            group=sample.group[kept],
-        )
+        kept, chosen = _share_of_unit(sample.chosen, served, unit)
+        inner = Sample(chosen=chosen, home=sample.home[kept], group=sample.group[kept])
         held = slots[unit][slots[unit] != EMPTY]
         _descend(child, np.sort(held), inner, settings, seed * 64 + unit + 1, rows)
 

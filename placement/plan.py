@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +29,9 @@ from placement.refine import Costs, Sample, Stage
 from placement.topology import Topology
 from placement.trace import RoutingTrace
 
-SAMPLED_TOKENS = 40_000
+MOST_SAMPLED, LEAST_SAMPLED = 40_000, 5_000
+SERVICES = 1e9
+SMALL_MODEL = 1_000
 HOME_PREFIX = 64
 BETWEEN = Costs(visit=1.0, balance=2.0)
 INSIDE = Costs(visit=0.05, balance=2.0)
@@ -40,6 +44,7 @@ def plan_placement(
     rows_per_rank: int,
     current: Placement | None = None,
     seed: int = 0,
+    effort: float = 1.0,
 ) -> Placement:
     """A placement for the trace's traffic: few other nodes and ranks visited, level load.
 
@@ -52,13 +57,13 @@ def plan_placement(
     tree = tree_of(topology)
     routed = _first_homes(trace, tree, topology, seed)
     routable = topology.num_nodes > 1 and trace.num_requests > 1
-    settings = _settings(trace, topology, rows_per_rank, draft=routable)
+    settings = _settings(trace, topology, rows_per_rank, effort, draft=routable)
     table = _place(trace, tree, settings, routed, seed)
     draft = Placement(epoch=0, num_ranks=topology.num_ranks, num_experts=trace.num_experts, physical_to_logical=table)
     if routable:
-        requests, ranks = route_homes(draft, topology, trace, HOME_PREFIX)
+        requests, ranks = route_homes(draft, topology, trace, max(16, int(HOME_PREFIX * _size_factor(trace))))
         routed = homes_per_token(trace.request, requests, ranks)
-        settings = _settings(trace, topology, rows_per_rank, draft=False)
+        settings = _settings(trace, topology, rows_per_rank, effort, draft=False)
         table = _place(trace, tree, settings, routed, seed + 1)
         draft = replace(draft, physical_to_logical=table)
     if current is None:
@@ -74,26 +79,43 @@ def _check_current(current: Placement | None, trace: RoutingTrace) -> None:
         )
 
 
-def _settings(trace: RoutingTrace, topology: Topology, rows_per_rank: int, *, draft: bool) -> Settings:
-    """A draft is made to draw homes from, so it takes the first stage of the search alone."""
-    slots = topology.num_ranks * rows_per_rank
+def _size_factor(trace: RoutingTrace) -> float:
+    """1 up to 1,500 experts in all layers, then falling, so that a plan of a large model stays a matter of seconds."""
+    return min(1.0, SMALL_MODEL / (trace.num_layers * trace.num_experts))
+
+
+def _sampled_tokens(trace: RoutingTrace) -> int:
+    """Tokens of each group (random homes, routed homes) that a plan looks at."""
+    return max(LEAST_SAMPLED, int(MOST_SAMPLED * _size_factor(trace)))
+
+
+def _settings(trace: RoutingTrace, topology: Topology, rows_per_rank: int, effort: float, *, draft: bool) -> Settings:
+    """Search stages that fit the effort. A draft is made to draw homes from: it takes one short stage alone."""
+    slots, sampled = topology.num_ranks * rows_per_rank, _sampled_tokens(trace)
+    per_node = -(-slots // topology.num_nodes)
     between = (
         Stage(tokens=1000, proposals=600 * slots, hot=0.05, cold=0.005),
         Stage(tokens=4000, proposals=150 * slots, hot=0.005),
-        Stage(tokens=SAMPLED_TOKENS, proposals=30 * slots),
+        Stage(tokens=sampled, proposals=600_000 * slots // sampled),
     )
-    per_node = slots // topology.num_nodes
     inside = (
         Stage(tokens=2000, proposals=100 * per_node, hot=0.01, cold=0.001),
-        Stage(tokens=SAMPLED_TOKENS, proposals=20 * per_node),
+        Stage(tokens=sampled, proposals=400_000 * per_node // sampled),
     )
+    touched = 4 * trace.num_layers * trace.top_k / trace.num_experts
+    work = touched * sum(stage.proposals * stage.tokens for stage in between + inside)
+    scale = min(1.0, effort * SERVICES * _size_factor(trace) / work) * (0.2 if draft else 1.0)
+    shorter = [
+        tuple(replace(stage, proposals=int(stage.proposals * scale)) for stage in stages)
+        for stages in (between, inside)
+    ]
     return Settings(
         rows_per_rank=rows_per_rank,
         num_experts=trace.num_experts,
         between=BETWEEN,
         inside=INSIDE,
-        between_stages=between[: 1 if draft else 3],
-        inside_stages=inside[: 1 if draft else 2],
+        between_stages=shorter[0][: 1 if draft else 3],
+        inside_stages=() if draft else shorter[1],
     )
 
 
@@ -116,23 +138,19 @@ def _place(
 ) -> NDArray[np.int32]:
     """The table [L, P]. Half of the sample has random homes, half routed ones, so that the plan serves both."""
     rng = np.random.default_rng(seed)
-    picks = [rng.permutation(trace.num_tokens)[:SAMPLED_TOKENS] for _ in range(2)]
+    picks = [rng.permutation(trace.num_tokens)[: _sampled_tokens(trace)] for _ in range(2)]
     pick = np.concatenate(picks)
     mingle = rng.permutation(len(pick))
     home = np.concatenate([rng.integers(0, len(tree.ranks), len(picks[0])), routed[picks[1]]])[mingle]
     group = np.repeat(np.arange(2, dtype=np.uint8), [len(picks[0]), len(picks[1])])[mingle]
     chosen = trace.experts[pick[mingle]].astype(np.int16)
-    return np.stack(
-        [
-            place_layer(
-                tree,
-                Sample(chosen=np.ascontiguousarray(chosen[:, layer]), home=home.astype(np.int16), group=group),
-                settings,
-                seed * 1000 + layer,
-            ).reshape(-1)
-            for layer in range(trace.num_layers)
-        ]
-    )
+
+    def layer_rows(layer: int) -> NDArray[np.int32]:
+        own = Sample(chosen=np.ascontiguousarray(chosen[:, layer]), home=home.astype(np.int16), group=group)
+        return place_layer(tree, own, settings, seed * 1000 + layer).reshape(-1)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return np.stack(list(pool.map(layer_rows, range(trace.num_layers))))
 
 
 def make_plan(
@@ -142,6 +160,7 @@ def make_plan(
     rows_per_rank: int,
     current: Placement | None = None,
     seed: int = 0,
+    effort: float = 1.0,
 ) -> Plan:
     """Fit on one part of the requests, score on the other: the plan and what it is expected to do.
 
@@ -150,7 +169,7 @@ def make_plan(
     and TraceError where the trace has one request only.
     """
     fit, held_out = trace.split_by_request()
-    placement = plan_placement(fit, topology, rows_per_rank=rows_per_rank, current=current, seed=seed)
+    placement = plan_placement(fit, topology, rows_per_rank=rows_per_rank, current=current, seed=seed, effort=effort)
     linear = linear_placement(trace.num_layers, trace.num_experts, topology.num_ranks, rows_per_rank)
     before = current if current is not None and current.num_ranks == topology.num_ranks else linear
     eplb = eplb_placement(count_load(fit)[0], topology.num_ranks, rows_per_rank)

@@ -212,7 +212,7 @@ def masks_of(slots: Any, num_experts: Any) -> Any:
 class _State(NamedTuple):
     """What the search keeps about the sample. chosen, served [S, K]; home, group, visits [S]; the rest by unit.
 
-    start, postings: `postings_of`. masks, copies: `masks_of`. load, square [G, U] as in `imbalance`; visited, tokens [G].
+    start, postings: `postings_of`. masks, copies: `masks_of`. load, square [G, U]: `imbalance`; visited, tokens [G].
     """
 
     chosen: Any
