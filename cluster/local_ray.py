@@ -11,24 +11,28 @@ import logging
 import os
 import secrets
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from placement.errors import ConfigError
+from placement.errors import ConfigError, MoetisError
 from placement.files import write_whole
 
 NAMESPACE = "moetis"
 CONTACT_FILE = "cluster.json"
+_LOOPBACK = "127.0.0.1"
+# With several nodes ruled out, Ray takes the loopback address as it is and listens nowhere else; left to itself on
+# Linux it replaces 127.0.0.1 by the machine's outer address and listens on all.
+_SINGLE_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _OWN_VARIABLES = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-# Ray replaces 127.0.0.1 by the machine's outer address, but takes the rest of the loopback range as it is.
-_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+_LONGEST_TEMP_DIR = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,25 +49,14 @@ class Contact:
 @contextmanager
 def local_cluster(*, name: str, num_cpus: int, object_store_mb: int) -> Iterator[Contact]:
     """Start a Ray cluster on this machine; it is gone, temp dir and all, when the context ends."""
-    folder = Path(tempfile.mkdtemp(prefix="moetis-ray-"))
+    folder = _short_folder()
     token_path = folder / "token"
     token_path.touch(mode=0o600)
     token_path.write_text(secrets.token_hex(32))
-    variables = _OWN_VARIABLES | {"RAY_AUTH_TOKEN_PATH": str(token_path)}
+    variables = _OWN_VARIABLES | _SINGLE_NODE | {"RAY_AUTH_TOKEN_PATH": str(token_path)}
     try:
         with _environment(variables):
-            context = ray.init(
-                address="local",
-                namespace=NAMESPACE,
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=True,
-                object_store_memory=object_store_mb * 10**6,
-                _temp_dir=str(folder / "ray"),
-                _node_ip_address=_LOOPBACK,
-            )
+            context = _start(folder, num_cpus, object_store_mb)
             try:
                 yield Contact(
                     name=name,
@@ -78,10 +71,37 @@ def local_cluster(*, name: str, num_cpus: int, object_store_mb: int) -> Iterator
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _start(folder: Path, num_cpus: int, object_store_mb: int) -> Any:
+    try:
+        return ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=object_store_mb * 10**6,
+            _temp_dir=str(folder),
+            _node_ip_address=_LOOPBACK,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        ray.shutdown()
+        raise MoetisError(f"Ray could not be started: {str(error).splitlines()[0]}") from error
+
+
+def _short_folder() -> Path:
+    """A temp dir of one's own. Ray puts sockets deep in it, whose whole path may have 107 bytes, so that a long TMPDIR
+    is passed over for /tmp."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="moetis-", dir=base if len(base) <= _LONGEST_TEMP_DIR else "/tmp"))
+
+
 @contextmanager
 def joined_cluster(address: str, token_path: str | None = None) -> Iterator[Contact]:
     """Connect to a running Ray cluster, which goes on when the context ends. Raises ConfigError if it isn't there."""
     variables = _OWN_VARIABLES | {"RAY_AUTH_TOKEN_PATH": token_path} if token_path else {}
+    if address.startswith(_LOOPBACK):
+        variables |= _SINGLE_NODE
     with _environment(variables):
         try:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
@@ -130,6 +150,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def _reread_environment() -> None:
-    """Ray reads how to authenticate at its import and keeps the first token that it finds: have it look again."""
+    """Ray reads these variables at its import, and keeps the first token that it finds: have it look again."""
+    ray_constants.ENABLE_RAY_CLUSTER = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0"
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
