@@ -6,7 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.core import EMPTY, Placement
+from placement.eplb import balance_table, clean_load
 from placement.errors import PlacementError
+from placement.packing import copies_of, level
 
 
 def check_capacity(num_experts: int, num_ranks: int, rows_per_rank: int) -> None:
@@ -59,59 +61,6 @@ def _random_layer(num_experts: int, num_ranks: int, rows_per_rank: int, rng: np.
     return np.array(rows, np.int32).reshape(-1)
 
 
-def replicate_by_load(load: NDArray[np.float64], num_slots: int, most_copies: int) -> NDArray[np.int64]:
-    """Copies [E] of each expert of one layer: spare slots go, one by one, to the highest load per copy.
-
-    Equal loads (zero ones too) share the slots evenly. No expert gets more than most_copies; slots may be left over.
-    """
-    copies = np.ones(len(load), np.int64)
-    for _ in range(num_slots - len(load)):
-        per_copy = np.where(copies < most_copies, load / copies, -1.0)
-        best = np.flatnonzero(per_copy == per_copy.max())
-        if per_copy[best[0]] < 0:
-            break
-        copies[best[np.argmin(copies[best])]] += 1
-    return copies
-
-
-def pack_balanced(
-    load: NDArray[np.float64], copies: NDArray[np.int64], num_ranks: int, rows_per_rank: int
-) -> NDArray[np.int32]:
-    """Pack copies into ranks, heaviest copy first, each on the least loaded rank with a free row.
-
-    load, copies [E]. Returns int32 [R, rows]. A rank that has the expert already is passed over; where only such ranks
-    have free rows, one of them swaps an expert with another rank, and where none can, the slot stays -1.
-    """
-    rows = np.full((num_ranks, rows_per_rank), EMPTY, np.int32)
-    fill = np.zeros(num_ranks, np.int64)
-    total = np.zeros(num_ranks)
-    per_copy = load / copies
-    for expert in np.argsort(-per_copy, kind="stable"):
-        for _ in range(copies[expert]):
-            free = fill < rows_per_rank
-            allowed = free & ~(rows == expert).any(axis=1)
-            if allowed.any():
-                rank = int(np.argmin(np.where(allowed, total, np.inf)))
-                rows[rank, fill[rank]] = expert
-                total[rank] += per_copy[expert]
-                fill[rank] += 1
-            else:
-                _swap_in(rows, fill, int(expert))
-    return rows
-
-
-def _swap_in(rows: NDArray[np.int32], fill: NDArray[np.int64], expert: int) -> None:
-    """Give expert a row on a full rank that lacks it; what lay there moves to a rank with a free row."""
-    for spare in np.flatnonzero(fill < rows.shape[1]):
-        for rank in np.flatnonzero(~(rows == expert).any(axis=1)):
-            for row, moved in enumerate(rows[rank]):
-                if moved != EMPTY and moved not in rows[spare]:
-                    rows[spare, fill[spare]] = moved
-                    rows[rank, row] = expert
-                    fill[spare] += 1
-                    return
-
-
 def eplb_placement(load: NDArray[np.int64], num_ranks: int, rows_per_rank: int) -> Placement:
     """DeepSeek EPLB's global policy (github.com/deepseek-ai/EPLB, `num_groups` not divisible), from its description.
 
@@ -119,12 +68,24 @@ def eplb_placement(load: NDArray[np.int64], num_ranks: int, rows_per_rank: int) 
     first, onto the least loaded rank with a free slot. The original may put an expert twice on one rank. Here such a
     copy goes to the next rank, by a swap where it must, and the slot stays empty where no rank can take it.
     """
-    num_layers, num_experts = load.shape
-    check_capacity(num_experts, num_ranks, rows_per_rank)
-    layers = []
-    for layer in range(num_layers):
-        weight = load[layer].astype(np.float64)
-        copies = replicate_by_load(weight, num_ranks * rows_per_rank, num_ranks)
-        layers.append(pack_balanced(weight, copies, num_ranks, rows_per_rank).reshape(-1))
-    table = np.stack(layers)
-    return Placement(epoch=0, num_ranks=num_ranks, num_experts=num_experts, physical_to_logical=table)
+    check_capacity(load.shape[1], num_ranks, rows_per_rank)
+    table = balance_table(load.astype(np.float64), num_ranks * rows_per_rank, 1, 1, num_ranks)
+    return Placement(
+        epoch=0, num_ranks=num_ranks, num_experts=load.shape[1], physical_to_logical=table.astype(np.int32)
+    )
+
+
+def balance_placement(load: NDArray[np.int64], num_ranks: int, rows_per_rank: int) -> Placement:
+    """The best balance from loads alone: EPLB's greedy, then swaps with the heaviest rank while they lower it.
+
+    load [L, E], counts or rates. Knows nothing of hops; for models of which only counts are known.
+    """
+    check_capacity(load.shape[1], num_ranks, rows_per_rank)
+    weight = clean_load(load)
+    table = balance_table(weight, num_ranks * rows_per_rank, 1, 1, num_ranks)
+    for layer in range(len(table)):
+        copies = copies_of(table[layer], load.shape[1])
+        level(table[layer].reshape(num_ranks, rows_per_rank), weight[layer] / copies, 4 * table.shape[1])
+    return Placement(
+        epoch=0, num_ranks=num_ranks, num_experts=load.shape[1], physical_to_logical=table.astype(np.int32)
+    )

@@ -169,7 +169,8 @@ def route_homes(
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """The home of each request from the experts of its first `prefix` tokens: (requests [Q] ascending, ranks [Q]).
 
-    A node (and a rank in it) gets at most slack times its share of the requests, rounded up: hops hardly gain from more, balance loses.
+    A node (and a rank in it) gets at most slack times its share of the requests, rounded up; more room gains hops
+    little and costs balance.
     Raises TraceError where prefix is below 1, and as `check_fit`.
     """
     if prefix < 1:

@@ -28,7 +28,7 @@ def match_labels(draft: Placement, current: Placement, topology: Topology) -> Pl
     new = draft.physical_to_logical.reshape(draft.num_layers, draft.num_ranks, -1)
     node_of_rank = topology.node_of_rank()
     tables = [
-        keep_rows(new[layer][_rank_sources(old[layer], new[layer], node_of_rank, draft.num_experts)], old[layer])
+        keep_rows(new[layer][match_ranks(old[layer], new[layer], node_of_rank, draft.num_experts)], old[layer])
         for layer in range(draft.num_layers)
     ]
     return Placement(
@@ -46,7 +46,7 @@ def _held(rows: NDArray[np.int32], num_experts: int) -> NDArray[np.float64]:
     return held
 
 
-def _rank_sources(
+def match_ranks(
     old: NDArray[np.int32], new: NDArray[np.int32], node_of_rank: NDArray[np.int32], num_experts: int
 ) -> NDArray[np.int64]:
     """source [R]: whose rows of the draft each rank should take. Nodes of one size trade names, then ranks inside."""
