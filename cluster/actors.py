@@ -111,7 +111,6 @@ class PlacementServiceActor:
         workers: Sequence[ActorHandle[Any]],
         initial: Plan,
         trace_dir: Path,
-        expert_bytes: int,
         min_gain: float,
         seed: int,
     ) -> None:
@@ -121,7 +120,6 @@ class PlacementServiceActor:
             ranks=RayRanks(workers),
             initial=initial,
             trace_dir=trace_dir,
-            expert_bytes=expert_bytes,
             min_gain=min_gain,
             seed=seed,
         )
@@ -156,10 +154,9 @@ def start_service(
     workers: Sequence[ActorHandle[Any]],
     initial: Plan,
     trace_dir: Path,
-    expert_bytes: int,
     min_gain: float,
     seed: int,
 ) -> ActorHandle[Any]:
     """The placement service, by the name under which `moetis rebalance` finds it."""
     remote = ray.remote(PlacementServiceActor).options(name=SERVICE_NAME, num_cpus=0, max_concurrency=4)
-    return remote.remote(history, workers, initial, trace_dir, expert_bytes, min_gain, seed)
+    return remote.remote(history, workers, initial, trace_dir, min_gain, seed)

@@ -76,20 +76,19 @@ class Fleet:
             placement=self.initial.placement,
             num_gpus=1 if config.workers.device == "cuda" else 0,
         )
-        note("loading the model on every rank")
-        first = self._workers[0].open_rendezvous.remote(config.workers.host, config.workers.interface)
-        rendezvous = answer(first)
-        self.shape = answer([worker.join.remote(rendezvous) for worker in self._workers])[0]
-        note("starting the placement service")
         self._service = start_service(
             history=(config.run_dir / "history.sqlite").absolute(),
             workers=self._workers,
             initial=self.initial,
             trace_dir=config.trace_dir.absolute(),
-            expert_bytes=answer(self._workers[0].expert_bytes.remote()),
             min_gain=config.rebalance.min_gain,
             seed=config.rebalance.seed,
         )
+        note("loading the model on every rank")
+        first = self._workers[0].open_rendezvous.remote(config.workers.host, config.workers.interface)
+        rendezvous = answer(first)
+        self.shape = answer([worker.join.remote(rendezvous) for worker in self._workers])[0]
+        note("starting the placement service")
         answer(self._service.current.remote())
         self._pumps = [
             threading.Thread(target=self._pump, args=(rank,), name=f"events-{rank}", daemon=True)

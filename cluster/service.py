@@ -64,7 +64,6 @@ class PlacementService:
         ranks: Ranks,
         initial: Plan,
         trace_dir: Path,
-        expert_bytes: int,
         min_gain: float,
         seed: int,
     ) -> None:
@@ -72,7 +71,6 @@ class PlacementService:
         self._ranks = ranks
         self._current = initial
         self._trace_dir = trace_dir
-        self._expert_bytes = expert_bytes
         self._min_gain = min_gain
         self._seed = seed
         self._lock = threading.Lock()
@@ -118,7 +116,8 @@ class PlacementService:
         return self._current.topology
 
     def _enact(self, before: Plan, plan: Plan, plan_s: float, note: Callable[[str], None]) -> RebalanceResult:
-        migration = plan_migration(before.placement, plan.placement, self._topology, self._expert_bytes)
+        expert_bytes = self._on_all("expert_bytes")[0]
+        migration = plan_migration(before.placement, plan.placement, self._topology, expert_bytes)
         copy_s = switch_s = 0.0
         epoch = plan.placement.epoch
         try:
