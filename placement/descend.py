@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.core import EMPTY
+from placement.cover import MOST_UNITS, masks_of, serve_units
 from placement.partition import align, cut
-from placement.refine import MOST_UNITS, Costs, Sample, Stage, masks_of, refine, serve_units
+from placement.refine import Costs, Sample, Stage, refine
 from placement.replicas import fill_spare, slots_of_parts
 from placement.topology import Topology
 
@@ -54,7 +55,7 @@ def _gathered(children: list[Branch], crosses_nodes: bool) -> Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the descent needs beside the sample. Costs and search stages between nodes, and inside a node."""
+    """What the descent needs beside the sample: costs and search stages between nodes, and inside one."""
 
     rows_per_rank: int
     num_experts: int
@@ -141,9 +142,10 @@ def _solve(
     _count(sample.chosen, sample.home, pairs, demand)
     load = pairs.diagonal().copy()
     np.fill_diagonal(pairs, 0)
-    inside = np.ix_(experts, experts)
-    ties = pairs[inside] if branch.crosses_nodes else np.zeros((len(experts), len(experts)))
-    part = cut(load[experts], ties, sizes, share, seed) if branch.crosses_nodes else _deal(load[experts], sizes, share)
+    if branch.crosses_nodes:
+        part = cut(load[experts], pairs[np.ix_(experts, experts)], sizes, share, seed)
+    else:
+        part = _deal(load[experts], sizes, share)
     part = align(part, demand[:, experts], sizes)
     slots = fill_spare(slots_of_parts(part, experts, sizes), sizes, load, pairs, demand)
     costs = settings.between if branch.crosses_nodes else settings.inside

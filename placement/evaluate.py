@@ -104,10 +104,18 @@ def steps_across_requests(num_tokens: int, tokens_per_step: int, seed: int = 0) 
 
 
 def replay(
-    placement: Placement, topology: Topology, trace: RoutingTrace, homes: NDArray[np.int32], step: NDArray[np.int32]
+    placement: Placement,
+    topology: Topology,
+    trace: RoutingTrace,
+    homes: NDArray[np.int32],
+    step: NDArray[np.int32] | None = None,
 ) -> Replay:
-    """Serve every token of the trace. homes, step [T]. Raises as `check_fit`."""
+    """Serve every token of the trace. homes, step [T]; steps of 256 tokens across requests unless given.
+
+    Raises as `check_fit`.
+    """
     check_fit(placement, topology, trace)
+    step = steps_across_requests(trace.num_tokens, TOKENS_PER_STEP) if step is None else step
     _check_homes(homes, trace, topology.num_ranks)
     holds = placement.copies_per_rank()
     nodes, ranks = np.zeros(trace.num_tokens, np.int32), np.zeros(trace.num_tokens, np.int32)
@@ -131,7 +139,11 @@ def evaluate(placement: Placement, topology: Topology, trace: RoutingTrace, home
 
     Raises TraceError, TopologyError or PlacementError where the arguments do not fit each other.
     """
-    counts = replay(placement, topology, trace, homes, steps_across_requests(trace.num_tokens, TOKENS_PER_STEP))
+    return score_of(replay(placement, topology, trace, homes), topology, trace)
+
+
+def score_of(counts: Replay, topology: Topology, trace: RoutingTrace) -> Score:
+    """The averages of a replay of the trace."""
     per_token = 1 / (trace.num_tokens * trace.num_layers)
     total = counts.load.sum(axis=0)
     by_node = np.stack(

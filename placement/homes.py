@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.core import Placement
+from placement.cover import masks_of, serve_units
 from placement.dispatch import mix
 from placement.errors import TraceError
 from placement.evaluate import check_fit
-from placement.refine import masks_of, serve_units
 from placement.topology import Topology
 from placement.trace import RoutingTrace
 

@@ -14,7 +14,7 @@ from placement.baselines import check_capacity, eplb_placement, linear_placement
 from placement.core import Placement
 from placement.descend import Branch, Settings, place_layer, tree_of
 from placement.errors import TraceError
-from placement.evaluate import evaluate
+from placement.evaluate import replay, score_of
 from placement.graph import count_load
 from placement.homes import (
     cluster_requests,
@@ -28,13 +28,14 @@ from placement.planfile import Plan
 from placement.refine import Costs, Sample, Stage
 from placement.topology import Topology
 from placement.trace import RoutingTrace
+from placement.trust import Ratio, compare
 
 MOST_SAMPLED, LEAST_SAMPLED = 40_000, 5_000
 SERVICES = 1e9
 SMALL_MODEL = 1_000
 HOME_PREFIX = 64
 BETWEEN = Costs(visit=1.0, balance=2.0)
-INSIDE = Costs(visit=0.05, balance=2.0)
+INSIDE = Costs(visit=0.03, balance=3.0)
 
 
 def plan_placement(
@@ -45,25 +46,28 @@ def plan_placement(
     current: Placement | None = None,
     seed: int = 0,
     effort: float = 1.0,
+    balance_only: bool = False,
 ) -> Placement:
     """A placement for the trace's traffic: few other nodes and ranks visited, level load.
 
     With a current placement of the same shape, names of nodes and ranks are matched to it and experts that stay keep
-    their rows; the epoch follows on. Raises PlacementError where the slots cannot hold the experts, TraceError where
-    the current placement is of another model.
+    their rows; the epoch follows on. effort scales the search; balance_only forgets about hops.
+
+    Raises PlacementError where the slots cannot hold the experts, TraceError where the current placement is of another
+    model.
     """
     check_capacity(trace.num_experts, topology.num_ranks, rows_per_rank)
     _check_current(current, trace)
     tree = tree_of(topology)
     routed = _first_homes(trace, tree, topology, seed)
-    routable = topology.num_nodes > 1 and trace.num_requests > 1
-    settings = _settings(trace, topology, rows_per_rank, effort, draft=routable)
+    routable = topology.num_nodes > 1 and trace.num_requests > 1 and not balance_only
+    settings = _settings(trace, topology, rows_per_rank, effort, draft=routable, balance_only=balance_only)
     table = _place(trace, tree, settings, routed, seed)
     draft = Placement(epoch=0, num_ranks=topology.num_ranks, num_experts=trace.num_experts, physical_to_logical=table)
     if routable:
         requests, ranks = route_homes(draft, topology, trace, max(16, int(HOME_PREFIX * _size_factor(trace))))
         routed = homes_per_token(trace.request, requests, ranks)
-        settings = _settings(trace, topology, rows_per_rank, effort, draft=False)
+        settings = _settings(trace, topology, rows_per_rank, effort, draft=False, balance_only=balance_only)
         table = _place(trace, tree, settings, routed, seed + 1)
         draft = replace(draft, physical_to_logical=table)
     if current is None:
@@ -80,7 +84,7 @@ def _check_current(current: Placement | None, trace: RoutingTrace) -> None:
 
 
 def _size_factor(trace: RoutingTrace) -> float:
-    """1 up to 1,500 experts in all layers, then falling, so that a plan of a large model stays a matter of seconds."""
+    """1 up to 1,000 experts in all layers, then falling, so that a plan of a large model stays a matter of seconds."""
     return min(1.0, SMALL_MODEL / (trace.num_layers * trace.num_experts))
 
 
@@ -89,7 +93,9 @@ def _sampled_tokens(trace: RoutingTrace) -> int:
     return max(LEAST_SAMPLED, int(MOST_SAMPLED * _size_factor(trace)))
 
 
-def _settings(trace: RoutingTrace, topology: Topology, rows_per_rank: int, effort: float, *, draft: bool) -> Settings:
+def _settings(
+    trace: RoutingTrace, topology: Topology, rows_per_rank: int, effort: float, *, draft: bool, balance_only: bool
+) -> Settings:
     """Search stages that fit the effort. A draft is made to draw homes from: it takes one short stage alone."""
     slots, sampled = topology.num_ranks * rows_per_rank, _sampled_tokens(trace)
     per_node = -(-slots // topology.num_nodes)
@@ -112,8 +118,8 @@ def _settings(trace: RoutingTrace, topology: Topology, rows_per_rank: int, effor
     return Settings(
         rows_per_rank=rows_per_rank,
         num_experts=trace.num_experts,
-        between=BETWEEN,
-        inside=INSIDE,
+        between=replace(BETWEEN, visit=0.0) if balance_only else BETWEEN,
+        inside=replace(INSIDE, visit=0.0) if balance_only else INSIDE,
         between_stages=shorter[0][: 1 if draft else 3],
         inside_stages=() if draft else shorter[1],
     )
@@ -165,8 +171,10 @@ def make_plan(
     """Fit on one part of the requests, score on the other: the plan and what it is expected to do.
 
     measured: `fit` and `held_out` (tokens, requests), the scores `before` (the current placement, linear unless given),
-    `after`, `eplb`, all with random homes (or the recorded ones), and `after_routed_homes`. Raises as `plan_placement`,
-    and TraceError where the trace has one request only.
+    `after`, `eplb`, all with random homes (or the recorded ones), and `after_routed_homes`; `trust`: nodes visited
+    after over before, and over EPLB, with a 95% interval over requests; `says`: one sentence.
+
+    Raises as `plan_placement`, and TraceError where the trace has one request only.
     """
     fit, held_out = trace.split_by_request()
     placement = plan_placement(fit, topology, rows_per_rank=rows_per_rank, current=current, seed=seed, effort=effort)
@@ -176,12 +184,33 @@ def make_plan(
     homes = homes_of(held_out, topology.num_ranks, seed)
     requests, ranks = route_homes(placement, topology, held_out, HOME_PREFIX)
     routed = homes_per_token(held_out.request, requests, ranks)
+    counts = {
+        "before": replay(before, topology, held_out, homes),
+        "after": replay(placement, topology, held_out, homes),
+        "eplb": replay(eplb, topology, held_out, homes),
+        "after_routed_homes": replay(placement, topology, held_out, routed),
+    }
+    trust = {
+        f"{name}_over_{base}": compare(counts[base].nodes, counts[name].nodes, held_out.request, seed)
+        for name, base in (("after", "before"), ("after", "eplb"), ("after_routed_homes", "before"))
+    }
     measured: dict[str, Any] = {
         "fit": {"tokens": fit.num_tokens, "requests": fit.num_requests},
         "held_out": {"tokens": held_out.num_tokens, "requests": held_out.num_requests},
-        "before": evaluate(before, topology, held_out, homes).to_dict(),
-        "after": evaluate(placement, topology, held_out, homes).to_dict(),
-        "eplb": evaluate(eplb, topology, held_out, homes).to_dict(),
-        "after_routed_homes": evaluate(placement, topology, held_out, routed).to_dict(),
+        "trust": {name: ratio.to_dict() for name, ratio in trust.items()},
+        "says": _says(trust["after_over_before"]),
     }
+    measured |= {name: score_of(count, topology, held_out).to_dict() for name, count in counts.items()}
     return Plan(placement=placement, topology=topology, measured=measured)
+
+
+def _says(gain: Ratio) -> str:
+    behind = f"{gain.num_requests} held-out requests, {gain.num_tokens} tokens"
+    if gain.holds:
+        return (
+            f"{1 - gain.ratio:.0%} fewer other nodes visited than before, "
+            f"95% interval {1 - gain.high:.0%} to {1 - gain.low:.0%} ({behind})"
+        )
+    return (
+        f"no gain in nodes visited that these requests can show: {gain.low:.2f} to {gain.high:.2f} of before ({behind})"
+    )

@@ -14,11 +14,10 @@ import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.cover import ONE, masks_of, serve_in_nodes, serve_units
 from placement.dispatch import mix
 
-MOST_UNITS = 64
 EARLY_LOOK = 64
-ONE = np.uint64(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +37,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """visit: the worth of one other unit visited per token; balance: of load max/mean rising by 1.
+    """visit: the worth of one other unit (node) visited per token; balance: of load max/mean rising by 1.
+
+    unit_visit: the worth of one other unit visited inside nodes, where units lie in nodes.
 
     step_tokens: the batch whose imbalance is judged; spread: how many standard deviations of its load count.
     """
@@ -47,6 +48,7 @@ class Costs:
     balance: float = 1.0
     step_tokens: int = 256
     spread: float = 1.0
+    unit_visit: float = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,105 +56,14 @@ class Stage:
     """One run of the search: on how many tokens of each group, how many proposals, from how hot to how cold.
 
     Heat is in units of the objective: a change that makes it worse by up to a random part of the heat is taken.
+    Steady: by up to the heat itself; below zero, a change must gain that much.
     """
 
     tokens: int
     proposals: int
     hot: float = 0.0
     cold: float = 0.0
-
-
-@nb.njit(cache=True, nogil=True, inline="always")
-def _nth_bit(word: Any, n: Any) -> Any:
-    """The n-th set bit of word, as a one-bit word."""
-    for _ in range(n):
-        word &= word - ONE
-    return word & (~word + ONE)
-
-
-@nb.njit(cache=True, nogil=True, inline="always")
-def _num_bits(word: Any) -> Any:
-    word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
-    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
-    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
-
-
-@nb.njit(cache=True, nogil=True)
-def _cover(chosen: Any, masks: Any, opened: Any) -> Any:
-    """Units to open beyond opened so that every expert is served: one if one will do, a pair if a pair, else greedy."""
-    first = -1
-    common = ~np.uint64(0)
-    for k in range(len(chosen)):
-        if chosen[k] >= 0 and masks[chosen[k]] & opened == 0:
-            first = k if first < 0 else first
-            common &= masks[chosen[k]]
-    if common:
-        return _nth_bit(common, np.int64(opened % np.uint64(_num_bits(common))))
-    choices = masks[chosen[first]]
-    while choices:
-        one = choices & (~choices + ONE)
-        choices ^= one
-        common = ~np.uint64(0)
-        for k in range(len(chosen)):
-            if chosen[k] >= 0 and masks[chosen[k]] & (opened | one) == 0:
-                common &= masks[chosen[k]]
-        if common:
-            return one | (common & (~common + ONE))
-    added = np.uint64(0)
-    while True:
-        best, most = np.uint64(0), 0
-        for k in range(len(chosen)):
-            if chosen[k] >= 0 and masks[chosen[k]] & (opened | added) == 0:
-                choices = masks[chosen[k]]
-                while choices:
-                    unit = choices & (~choices + ONE)
-                    choices ^= unit
-                    served = 0
-                    for other in range(len(chosen)):
-                        if chosen[other] >= 0:
-                            mask = masks[chosen[other]]
-                            served += (mask & unit != 0) and (mask & (opened | added) == 0)
-                    if served > most:
-                        best, most = unit, served
-        if most == 0:
-            return added
-        added |= best
-
-
-@nb.njit(cache=True, nogil=True, inline="always")
-def _unit_of_bit(bit: Any) -> Any:
-    return _num_bits(bit - ONE)
-
-
-@nb.njit(cache=True, nogil=True)
-def serve_units(chosen: Any, home: Any, masks: Any, out: Any) -> Any:
-    """The unit that serves each chosen expert, written to out [K] (-1 for none). Returns the other units visited.
-
-    masks [E]: bit u set where unit u holds the expert. The same rule as `dispatch.serve_token`, with units for nodes.
-    """
-    home_bit = ONE << np.uint64(home) if home >= 0 else np.uint64(0)
-    opened = home_bit
-    for k in range(len(chosen)):
-        if chosen[k] >= 0:
-            mask = masks[chosen[k]]
-            if mask & (mask - ONE) == 0:
-                opened |= mask
-    for k in range(len(chosen)):
-        if chosen[k] >= 0 and masks[chosen[k]] & opened == 0:
-            opened |= _cover(chosen, masks, opened)
-            break
-    for k in range(len(chosen)):
-        out[k] = -1
-        if chosen[k] >= 0:
-            mask = masks[chosen[k]] & opened
-            if mask & home_bit:
-                mask = home_bit
-            elif mask & (mask - ONE):
-                seed = mix(opened ^ (np.uint64(chosen[k]) << np.uint64(32)) ^ np.uint64(chosen[0]))
-                mask = _nth_bit(mask, np.int64(seed % np.uint64(_num_bits(mask))))
-            out[k] = _unit_of_bit(mask)
-    return _num_bits(opened & ~home_bit)
+    steady: bool = False
 
 
 @nb.njit(cache=True, nogil=True)
@@ -196,23 +107,20 @@ def postings_of(chosen: Any, num_experts: Any) -> Any:
     return start, tokens
 
 
-@nb.njit(cache=True, nogil=True)
-def masks_of(slots: Any, num_experts: Any) -> Any:
-    """slots [U, C] expert ids, -1 empty -> masks uint64 [E] of the units that hold each, and copies uint8 [U, E]."""
-    masks = np.zeros(num_experts, np.uint64)
-    copies = np.zeros((slots.shape[0], num_experts), np.uint8)
-    for unit in range(slots.shape[0]):
-        for expert in slots[unit]:
-            if expert >= 0:
-                masks[expert] |= ONE << np.uint64(unit)
-                copies[unit, expert] += 1
-    return masks, copies
+class _Weights(NamedTuple):
+    visit: float
+    unit_visit: float
+    balance: float
+    step_tokens: float
+    spread: float
 
 
 class _State(NamedTuple):
     """What the search keeps about the sample. chosen, served [S, K]; home, group, visits [S]; the rest by unit.
 
     start, postings: `postings_of`. masks, copies: `masks_of`. load, square [G, U]: `imbalance`; visited, tokens [G].
+    visits, visited: the cost of visits, of a token and summed. in_nodes: whether units lie in nodes; then node_of [U],
+    node_bits [N] its units, node_masks [E] as masks.
     """
 
     chosen: Any
@@ -228,6 +136,11 @@ class _State(NamedTuple):
     square: Any
     visited: Any
     tokens: Any
+    in_nodes: Any
+    node_of: Any
+    node_bits: Any
+    node_masks: Any
+    costs: Any
 
 
 class _Trial(NamedTuple):
@@ -241,13 +154,6 @@ class _Trial(NamedTuple):
     square: Any
     visited: Any
     same: Any
-
-
-class _Weights(NamedTuple):
-    visit: float
-    balance: float
-    step_tokens: float
-    spread: float
 
 
 @nb.njit(cache=True, nogil=True)
@@ -264,22 +170,53 @@ def _add_token(served: Any, sign: Any, load: Any, square: Any, same: Any) -> Non
 
 
 @nb.njit(cache=True, nogil=True)
-def _start_state(slots: Any, chosen: Any, home: Any, group: Any, num_experts: Any) -> Any:
-    num_groups, num_units = group.max() + 1, slots.shape[0]
+def _start_state(slots: Any, node_of: Any, chosen: Any, home: Any, group: Any, num_experts: Any, costs: Any) -> Any:
+    """The state at slots [U, C]. node_of [U]: each unit's node; as many nodes as units means that units are nodes."""
+    num_groups, num_units, num_nodes = group.max() + 1, slots.shape[0], node_of.max() + 1
     start, postings = postings_of(chosen, num_experts)
     masks, copies = masks_of(slots, num_experts)
-    served = np.full(chosen.shape, -1, np.int8)
-    visits = np.zeros(len(chosen), np.int16)
-    load, square = np.zeros((num_groups, num_units)), np.zeros((num_groups, num_units))
-    visited, tokens = np.zeros(num_groups), np.zeros(num_groups)
+    node_bits = np.zeros(num_nodes, np.uint64)
+    for unit in range(num_units):
+        node_bits[node_of[unit]] |= ONE << np.uint64(unit)
+    node_masks = np.zeros(num_experts, np.uint64)
+    for expert in range(num_experts):
+        for node in range(num_nodes):
+            if masks[expert] & node_bits[node]:
+                node_masks[expert] |= ONE << np.uint64(node)
+    state = _State(
+        chosen,
+        home,
+        group,
+        start,
+        postings,
+        masks,
+        copies,
+        np.full(chosen.shape, -1, np.int8),
+        np.zeros(len(chosen)),
+        np.zeros((num_groups, num_units)),
+        np.zeros((num_groups, num_units)),
+        np.zeros(num_groups),
+        np.zeros(num_groups),
+        num_nodes < num_units,
+        node_of,
+        node_bits,
+        node_masks,
+        costs,
+    )
     same = np.zeros(num_units, np.int64)
     for token in range(len(chosen)):
         g = group[token]
-        visits[token] = serve_units(chosen[token], home[token], masks, served[token])
-        _add_token(served[token], 1.0, load[g], square[g], same)
-        tokens[g] += 1
-        visited[g] += visits[token]
-    return _State(chosen, home, group, start, postings, masks, copies, served, visits, load, square, visited, tokens)
+        if state.in_nodes:
+            nodes, units = serve_in_nodes(
+                chosen[token], home[token], masks, node_masks, node_bits, node_of, state.served[token]
+            )
+            state.visits[token] = costs.visit * nodes + costs.unit_visit * units
+        else:
+            state.visits[token] = costs.visit * serve_units(chosen[token], home[token], masks, state.served[token])
+        _add_token(state.served[token], 1.0, state.load[g], state.square[g], same)
+        state.tokens[g] += 1
+        state.visited[g] += state.visits[token]
+    return state
 
 
 @nb.njit(cache=True, nogil=True)
@@ -287,7 +224,7 @@ def _objective(load: Any, square: Any, visited: Any, tokens: Any, share: Any, co
     total = 0.0
     for g in range(len(tokens)):
         if tokens[g]:
-            total += costs.visit * visited[g] / tokens[g]
+            total += visited[g] / tokens[g]
             total += costs.balance * imbalance(load[g], square[g], share, tokens[g], costs.step_tokens, costs.spread)
     return total
 
@@ -295,36 +232,44 @@ def _objective(load: Any, square: Any, visited: Any, tokens: Any, share: Any, co
 @nb.njit(cache=True, nogil=True)
 def _serve_again(state: Any, trial: Any, expert: Any, first: Any, last: Any, step: Any, num_touched: Any) -> Any:
     """Serve again the tokens [first, last) of an expert's postings; returns how many changes the trial holds now."""
-    for i in range(first, last):
-        token = state.postings[state.start[expert] + i]
+    chosen, home, masks, in_nodes = state.chosen, state.home, state.masks, state.in_nodes
+    node_masks, node_bits, node_of = state.node_masks, state.node_bits, state.node_of
+    visit, unit_visit = state.costs.visit, state.costs.unit_visit
+    begin = state.start[expert]
+    for i in range(begin + first, begin + last):
+        token = state.postings[i]
         if trial.stamp[token] == step:
             continue
         trial.stamp[token] = step
-        served = trial.served[num_touched]
-        count = serve_units(state.chosen[token], state.home[token], state.masks, served)
+        served, before = trial.served[num_touched], state.served[token]
+        if in_nodes:
+            nodes, units = serve_in_nodes(chosen[token], home[token], masks, node_masks, node_bits, node_of, served)
+            cost = visit * nodes + unit_visit * units
+        else:
+            cost = visit * serve_units(chosen[token], home[token], masks, served)
         changed = False
         for k in range(len(served)):
-            changed = changed or served[k] != state.served[token, k]
+            changed = changed or served[k] != before[k]
         if changed:
             g = state.group[token]
-            trial.visited[g] += count - state.visits[token]
-            _add_token(state.served[token], -1.0, trial.load[g], trial.square[g], trial.same)
+            trial.visited[g] += cost - state.visits[token]
+            _add_token(before, -1.0, trial.load[g], trial.square[g], trial.same)
             _add_token(served, 1.0, trial.load[g], trial.square[g], trial.same)
-            trial.visits[num_touched] = count
+            trial.visits[num_touched] = cost
             trial.touched[num_touched] = token
             num_touched += 1
     return num_touched
 
 
 @nb.njit(cache=True, nogil=True)
-def _looks_hopeless(state: Any, trial: Any, share: Any, costs: Any, objective: Any, margin: Any) -> Any:
+def _looks_hopeless(state: Any, trial: Any, share: Any, objective: Any, margin: Any) -> Any:
     """Whether the change, judged from the first eighth of its tokens, is worse than margin."""
     for g in range(len(state.tokens)):
         for unit in range(len(share)):
             trial.load[g, unit] = state.load[g, unit] + 8 * (trial.load[g, unit] - state.load[g, unit])
             trial.square[g, unit] = state.square[g, unit] + 8 * (trial.square[g, unit] - state.square[g, unit])
         trial.visited[g] = state.visited[g] + 8 * (trial.visited[g] - state.visited[g])
-    guess = _objective(trial.load, trial.square, trial.visited, state.tokens, share, costs)
+    guess = _objective(trial.load, trial.square, trial.visited, state.tokens, share, state.costs)
     for g in range(len(state.tokens)):
         for unit in range(len(share)):
             trial.load[g, unit] = state.load[g, unit] + (trial.load[g, unit] - state.load[g, unit]) / 8
@@ -334,7 +279,7 @@ def _looks_hopeless(state: Any, trial: Any, share: Any, costs: Any, objective: A
 
 
 @nb.njit(cache=True, nogil=True)
-def _try(state: Any, trial: Any, share: Any, costs: Any, into: Any, out: Any, step: Any, worst: Any, now: Any) -> Any:
+def _try(state: Any, trial: Any, share: Any, into: Any, out: Any, step: Any, worst: Any, now: Any) -> Any:
     """The objective after the move that masks already show, and the number of changed tokens; inf once hopeless."""
     trial.load[:] = state.load
     trial.square[:] = state.square
@@ -346,15 +291,15 @@ def _try(state: Any, trial: Any, share: Any, costs: Any, into: Any, out: Any, st
     if early_into + early_out >= EARLY_LOOK:
         changed = _serve_again(state, trial, into, 0, early_into, step, changed)
         changed = _serve_again(state, trial, out, 0, early_out, step, changed)
-        deviations = 8 * np.sqrt(np.float64(early_into + early_out)) * costs.visit / len(state.chosen)
-        if _looks_hopeless(state, trial, share, costs, now, worst + deviations):
+        deviations = 8 * np.sqrt(np.float64(early_into + early_out)) * state.costs.visit / len(state.chosen)
+        if _looks_hopeless(state, trial, share, now, worst + deviations):
             return np.inf, changed
     else:
         early_into, early_out = 0, 0
     changed = _serve_again(state, trial, into, early_into, num_into, step, changed)
     if out >= 0:
         changed = _serve_again(state, trial, out, early_out, num_out, step, changed)
-    return _objective(trial.load, trial.square, trial.visited, state.tokens, share, costs), changed
+    return _objective(trial.load, trial.square, trial.visited, state.tokens, share, state.costs), changed
 
 
 @nb.njit(cache=True, nogil=True)
@@ -369,26 +314,42 @@ def _accept(state: Any, trial: Any, changed: Any) -> None:
 
 
 @nb.njit(cache=True, nogil=True)
-def _anneal(
-    slots: Any, sizes: Any, share: Any, state: Any, costs: Any, proposals: Any, hot: Any, cold: Any, seed: Any
-) -> Any:
-    """Threshold accepting: changes slots [U, C] in place to the best found; returns the objective before and after.
-
-    sizes [U]: the slots that a unit really has. Only sums, products and square roots, so every machine agrees.
-    """
-    size, num_units = len(state.chosen), len(sizes)
-    trial = _Trial(
+def _new_trial(state: Any, num_units: Any) -> Any:
+    size = len(state.chosen)
+    return _Trial(
         np.full(size, -1, np.int64),
         np.empty(size, np.int32),
         np.empty((size + 1, state.chosen.shape[1]), np.int8),
-        np.empty(size, np.int16),
+        np.empty(size),
         state.load.copy(),
         state.square.copy(),
         state.visited.copy(),
         np.zeros(num_units, np.int64),
     )
-    now = _objective(state.load, state.square, state.visited, state.tokens, share, costs)
-    before, best, best_slots = now, now, slots.copy()
+
+
+@nb.njit(cache=True, nogil=True)
+def _anneal(
+    slots: Any,
+    sizes: Any,
+    share: Any,
+    state: Any,
+    proposals: Any,
+    hot: Any,
+    cold: Any,
+    steady: Any,
+    seed: Any,
+    log: Any,
+) -> Any:
+    """Threshold accepting: changes slots [U, C] in place to the best found; returns how many changes led there.
+
+    sizes [U]: the slots that a unit really has. log [n, 5]: the changes taken, (unit, row, unit, row, whether a swap).
+    Only sums, products and square roots, so every machine agrees.
+    """
+    num_units = len(sizes)
+    trial = _new_trial(state, num_units)
+    now = _objective(state.load, state.square, state.visited, state.tokens, share, state.costs)
+    best, best_slots, taken, best_taken = now, slots.copy(), 0, 0
     word = mix(np.uint64(seed))
     for step in range(proposals):
         word = mix(word)
@@ -403,22 +364,25 @@ def _anneal(
             continue
         word = mix(word)
         heat = hot + (cold - hot) * (step / proposals)
-        threshold = heat * (np.float64(word >> np.uint64(11)) / 9007199254740992.0)
-        _move(state.masks, state.copies, one, two, out, into, swap, True)
-        objective, changed = _try(state, trial, share, costs, into, out, step, threshold, now)
+        threshold = heat if steady else heat * (np.float64(word >> np.uint64(11)) / 9007199254740992.0)
+        _move(state, one, two, out, into, swap, True)
+        objective, changed = _try(state, trial, share, into, out, step, threshold, now)
         if objective - now > threshold or (objective == now and changed == 0):
-            _move(state.masks, state.copies, one, two, out, into, swap, False)
+            _move(state, one, two, out, into, swap, False)
             continue
         now = objective
         _accept(state, trial, changed)
         slots[one, row] = into
         if swap:
             slots[two, other] = out
+        if taken < len(log):
+            log[taken] = (one, row, two, other, np.int64(swap))
+        taken += 1
         if now < best - 1e-12:
-            best = now
+            best, best_taken = now, taken
             best_slots[:] = slots
     slots[:] = best_slots
-    return before, best
+    return best_taken
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
@@ -432,9 +396,10 @@ def _is_legal(masks: Any, copies: Any, one: Any, two: Any, out: Any, into: Any, 
 
 
 @nb.njit(cache=True, nogil=True)
-def _move(masks: Any, copies: Any, one: Any, two: Any, out: Any, into: Any, swap: Any, forward: Any) -> None:
+def _move(state: Any, one: Any, two: Any, out: Any, into: Any, swap: Any, forward: Any) -> None:
     """Put `into` in the place of `out` on unit one (in a swap, `out` in its place on unit two), or take that back."""
     change = 1 if forward else -1
+    copies = state.copies
     copies[one, into] += change
     if out >= 0:
         copies[one, out] -= change
@@ -446,8 +411,15 @@ def _move(masks: Any, copies: Any, one: Any, two: Any, out: Any, into: Any, swap
         unit = one if which < 2 else two
         expert = into if which % 2 == 0 else out
         if expert >= 0:
-            bit = ONE << np.uint64(unit)
-            masks[expert] = masks[expert] | bit if copies[unit, expert] else masks[expert] & ~bit
+            _set_bit(state.masks, expert, unit, copies[unit, expert] > 0)
+            node = state.node_of[unit]
+            _set_bit(state.node_masks, expert, node, state.masks[expert] & state.node_bits[node] != 0)
+
+
+@nb.njit(cache=True, nogil=True, inline="always")
+def _set_bit(masks: Any, expert: Any, unit: Any, on: Any) -> None:
+    bit = ONE << np.uint64(unit)
+    masks[expert] = masks[expert] | bit if on else masks[expert] & ~bit
 
 
 def refine(
@@ -459,33 +431,60 @@ def refine(
     costs: Costs,
     stage: Stage,
     seed: int,
+    node_of_unit: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
     """Search from slots [U, C] (expert ids, -1 empty; unit u uses the first sizes[u]). Returns the best slots found.
 
     share [U], summing to 1, is the part of the load that each unit should carry. Every expert keeps a copy.
+    node_of_unit [U] where units lie in nodes; else each unit is its own.
+    """
+    return refine_logged(slots, sizes, share, sample, num_experts, costs, stage, seed, node_of_unit)[0]
+
+
+def refine_logged(
+    slots: NDArray[np.int32],
+    sizes: NDArray[np.int64],
+    share: NDArray[np.float64],
+    sample: Sample,
+    num_experts: int,
+    costs: Costs,
+    stage: Stage,
+    seed: int,
+    node_of_unit: NDArray[np.int32] | None = None,
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """As `refine`, and the changes [n, 5] that lead from slots to the result, in order: (unit, row, unit, row, swap).
+
+    A change copies the second slot's expert into the first, and in a swap the first's into the second.
     """
     result = np.ascontiguousarray(slots, np.int32).copy()
     thinned = thin(sample, stage.tokens)
-    if len(result) > 1 and len(thinned.chosen) and stage.proposals:
-        state = _start_state(
-            result,
-            np.ascontiguousarray(thinned.chosen, np.int16),
-            np.ascontiguousarray(thinned.home, np.int16),
-            np.ascontiguousarray(thinned.group, np.uint8),
-            num_experts,
-        )
-        _anneal(
-            result,
-            np.asarray(sizes, np.int64),
-            np.asarray(share, np.float64),
-            state,
-            _Weights(costs.visit, costs.balance, float(costs.step_tokens), costs.spread),
-            stage.proposals,
-            stage.hot,
-            stage.cold,
-            seed,
-        )
-    return result
+    log = np.zeros((stage.proposals, 5), np.int64)
+    if len(result) == 1 or not len(thinned.chosen) or not stage.proposals:
+        return result, log[:0]
+    nodes = np.arange(len(result)) if node_of_unit is None else node_of_unit
+    weights = _Weights(costs.visit, costs.unit_visit, costs.balance, float(costs.step_tokens), costs.spread)
+    state = _start_state(
+        result,
+        np.ascontiguousarray(nodes, np.int64),
+        np.ascontiguousarray(thinned.chosen, np.int16),
+        np.ascontiguousarray(thinned.home, np.int16),
+        np.ascontiguousarray(thinned.group, np.uint8),
+        num_experts,
+        weights,
+    )
+    taken = _anneal(
+        result,
+        np.asarray(sizes, np.int64),
+        np.asarray(share, np.float64),
+        state,
+        stage.proposals,
+        stage.hot,
+        stage.cold,
+        stage.steady,
+        seed,
+        log,
+    )
+    return result, log[:taken]
 
 
 def thin(sample: Sample, num_tokens: int) -> Sample:
