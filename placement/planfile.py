@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
 
 from placement.core import Placement
-from placement.errors import PlacementError
+from placement.errors import PlacementError, TopologyError
 from placement.topology import Topology, first_problem, topology_from_dict
 
 PLAN_FORMAT = "moetis-plan/1"
@@ -63,7 +63,7 @@ def plan_to_json(plan: Plan) -> str:
 def plan_from_json(text: str, *, source: str) -> Plan:
     """Read a plan. source names the file for errors. Raises PlacementError."""
     try:
-        raw = json.loads(text)
+        raw = from_json(text)
         if isinstance(raw, dict) and raw.get("format") != PLAN_FORMAT:
             raise PlacementError(f"{source}: key 'format' must be '{PLAN_FORMAT}', got {raw.get('format')!r}")
         model = _PlanModel.model_validate(raw)
@@ -82,12 +82,14 @@ def plan_from_json(text: str, *, source: str) -> Plan:
             topology=topology_from_dict(model.topology, source=f"{source}: key 'topology'"),
             measured=model.measured,
         )
-    except json.JSONDecodeError as error:
-        raise PlacementError(f"{source}: not JSON: {error}") from error
     except ValidationError as error:
         raise PlacementError(f"{source}: {first_problem(error)}") from error
     except PlacementError as error:
         raise PlacementError(str(error) if str(error).startswith(source) else f"{source}: {error}") from error
+    except TopologyError:
+        raise
+    except ValueError as error:
+        raise PlacementError(f"{source}: not JSON: {error}") from error
 
 
 def _table(rows: list[list[int]], dtype: type[np.integer[Any]]) -> Any:

@@ -97,7 +97,7 @@ class Topology:
         return {
             "name": self.name,
             "levels": [
-                {"name": name, "bandwidth_gb_s": link.bandwidth / 1e9, "latency_us": link.latency_s * 1e6}
+                {"name": name, "bandwidth_gb_s": link.bandwidth / 1e9, "latency_us": round(link.latency_s * 1e6, 9)}
                 for name, link in zip(self.levels, self.links, strict=True)
             ],
             "tree": _nested(self.groups, 0, np.arange(self.num_ranks)),
@@ -179,7 +179,7 @@ def _link(level: _LevelModel) -> Link:
     default = DEFAULT_LINKS.get(level.name, DEFAULT_LINKS[NODE])
     return Link(
         bandwidth=default.bandwidth if level.bandwidth_gb_s is None else level.bandwidth_gb_s * 1e9,
-        latency_s=default.latency_s if level.latency_us is None else level.latency_us * 1e-6,
+        latency_s=default.latency_s if level.latency_us is None else level.latency_us / 1e6,
     )
 
 

@@ -17,8 +17,7 @@ def load_heat_map(report: Report) -> go.Figure:
     order = np.argsort(-report.load, axis=1)
     busiest = order[:, : max(1, MAX_CELLS // report.load.shape[0])]
     names = [
-        [f"expert {expert}<br>rank {_ranks(report.holders[layer][expert])}" for expert in row]
-        for layer, row in enumerate(busiest)
+        [f"{expert} on {_ranks(report.holders[layer][expert])}" for expert in row] for layer, row in enumerate(busiest)
     ]
     figure = go.Figure(
         go.Heatmap(
@@ -26,7 +25,7 @@ def load_heat_map(report: Report) -> go.Figure:
             text=names,
             colorscale="Viridis",
             colorbar={"title": "load / mean"},
-            hovertemplate="layer %{y}<br>%{text}<br>load %{z} x the mean<extra></extra>",
+            hovertemplate="layer %{y}<br>expert %{text}<br>load %{z} x the mean<extra></extra>",
         )
     )
     figure.update_yaxes(autorange="reversed")

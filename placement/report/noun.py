@@ -17,7 +17,8 @@ from placement.planfile import Plan
 from placement.topology import Topology
 from placement.trace import RoutingTrace
 
-LAYERS_WITH_COACTIVATION = 4
+# Maps of all pairs of a layer's experts are the bulk of a page: as many layers as stay under this many cells.
+MAX_LAYERS_WITH_COACTIVATION, MAX_COACTIVATION_CELLS = 4, 70_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,8 @@ def _holders(placement: Placement) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def _some_layers(trace: RoutingTrace) -> list[int]:
-    count = min(LAYERS_WITH_COACTIVATION, trace.num_layers)
+    most = max(1, min(MAX_LAYERS_WITH_COACTIVATION, MAX_COACTIVATION_CELLS // trace.num_experts**2))
+    count = min(most, trace.num_layers)
     return sorted({int(layer) for layer in np.linspace(0, trace.num_layers - 1, count)})
 
 

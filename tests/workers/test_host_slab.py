@@ -20,7 +20,7 @@ def test_a_blob_counts_only_once_it_is_published() -> None:
 def test_a_full_slab_refuses_and_says_what_to_raise() -> None:
     slab = HostSlab(capacity=1, blob_bytes=256)
     slab.add(ExpertId(0, 0), torch.zeros(256, dtype=torch.uint8))
-    with pytest.raises(MigrationError, match="1 rows and 1 experts; raise workers.host_slab_rows"):
+    with pytest.raises(MigrationError, match=r"1 rows and 1 experts; raise workers\.host_slab_rows"):
         slab.claim(ExpertId(0, 1))
 
 

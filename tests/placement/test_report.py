@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placement.baselines import linear_placement
+from placement.core import Placement
+from placement.errors import TraceError
+from placement.plan import make_plan
+from placement.planfile import Plan
+from placement.report import LiveFigure, make_report, render_html
+from placement.topology import load_topology
+from placement.trace import RoutingTrace
+
+HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
+
+
+def _trace(layers: int = 2, experts: int = 8, top_k: int = 2, requests: int = 8, **more: Any) -> RoutingTrace:
+    rng = np.random.default_rng(0)
+    num_tokens = 20 * requests
+    values: dict[str, Any] = {
+        "num_experts": experts,
+        "experts": rng.random((num_tokens, layers, experts)).argsort(axis=2)[:, :, :top_k].astype(np.uint8),
+        "request": np.repeat(np.arange(requests), 20).astype(np.int64),
+        "position": np.tile(np.arange(20), requests).astype(np.int32),
+        "step": np.zeros(num_tokens, np.int64),
+        "source_rank": np.full(num_tokens, -1, np.int32),
+        "phase": np.zeros(num_tokens, np.uint8),
+    }
+    return RoutingTrace(**values | more)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    current = linear_placement(2, 8, 4, 3)
+    return make_plan(_trace(), load_topology("2x2"), rows_per_rank=3, current=current)
+
+
+class Scripts(HTMLParser):
+    """Collects the scripts, the event handlers and the visible text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.scripts = 0
+        self.handlers: list[str] = []
+        self.text = ""
+        self._skip = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+        self._skip = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._skip = False
+
+    def handle_data(self, data: str) -> None:
+        if not self._skip:
+            self.text += data
+
+
+def test_the_page_says_the_verdict_and_what_it_rests_on(plan: Plan) -> None:
+    measured = plan.measured | {
+        "before": plan.measured["before"] | {"nodes_visited": 2.0, "load_max_over_mean": 1.4},
+        "after": plan.measured["after"] | {"nodes_visited": 1.5, "load_max_over_mean": 1.1},
+    }
+    text = Scripts(render_html(make_report(replace(plan, measured=measured), _trace()))).text
+    assert "Apply: on requests that the plan has not seen, 2.00 to 1.50 other nodes per token and layer (-25%)" in text
+    assert "Fitted on 80 tokens of 4 requests; judged on 80 tokens of 4 other requests." in text
+    assert "homes are random" in text
+
+
+def test_a_plan_that_saves_nothing_is_to_be_left(plan: Plan) -> None:
+    measured = plan.measured | {"after": plan.measured["before"]}
+    assert "Leave it" in Scripts(render_html(make_report(replace(plan, measured=measured), _trace()))).text
+
+
+def test_a_plan_without_figures_gets_no_verdict(plan: Plan) -> None:
+    text = Scripts(render_html(make_report(replace(plan, measured={}), _trace()))).text
+    assert "No verdict" in text
+
+
+def test_the_migration_and_the_live_figures_are_on_the_page(plan: Plan) -> None:
+    live = (LiveFigure(name="cache hit rate", before=0.4, after=0.5, unit="%"),)
+    report = make_report(plan, _trace(), before=linear_placement(2, 8, 4, 3), live=live, expert_bytes=10**6)
+    text = Scripts(render_html(report)).text
+    assert sum(step.moves for step in report.rounds) > 0
+    assert "experts are copied" in text
+    assert "cache hit rate40.0 %50.0 %" in text
+
+
+def test_names_from_outside_can_not_run_script(plan: Plan) -> None:
+    plain = Scripts(render_html(make_report(plan, _trace())))
+    trace = _trace(model=HOSTILE, workload_names=(HOSTILE,), workload=np.zeros(160, np.uint8))
+    topology = replace(plan.topology, name=HOSTILE)
+    live = (LiveFigure(name=HOSTILE, before=None, after=1.0, unit=HOSTILE),)
+    page = render_html(make_report(replace(plan, topology=topology), trace, live=live, title=HOSTILE))
+    found = Scripts(page)
+    assert found.scripts == plain.scripts
+    assert found.handlers == []
+    assert HOSTILE in found.text
+
+
+def test_the_page_needs_nothing_from_outside_and_stays_small(plan: Plan) -> None:
+    page = render_html(make_report(plan, _trace()))
+    assert len(page) < 6_000_000
+    assert re.findall(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="[^"]+"', page) == []
+
+
+def test_58_layers_of_256_experts_still_fit() -> None:
+    trace = _trace(layers=58, experts=256, top_k=8, requests=2)
+    plan = Plan(placement=linear_placement(58, 256, 8, 36), topology=load_topology("2x4"), measured={})
+    assert len(render_html(make_report(plan, trace))) < 6_000_000
+
+
+def test_one_rank_with_one_layer_and_one_expert_has_a_page() -> None:
+    placement = Placement(epoch=0, num_ranks=1, num_experts=1, physical_to_logical=[[0]])
+    plan = Plan(placement=placement, topology=load_topology("1x1"), measured={})
+    trace = _trace(layers=1, experts=1, top_k=1)
+    assert "<h1>" in render_html(make_report(plan, trace))
+
+
+def test_a_trace_of_another_model_is_refused(plan: Plan) -> None:
+    with pytest.raises(TraceError, match="another model"):
+        make_report(plan, _trace(layers=3))
+
+
+def test_measured_figures_are_json(plan: Plan) -> None:
+    assert json.loads(json.dumps(plan.measured))["held_out"]["requests"] == 4
