@@ -27,18 +27,14 @@ def check_capacity(num_experts: int, num_ranks: int, rows_per_rank: int) -> None
 
 
 def linear_placement(num_layers: int, num_experts: int, num_ranks: int, rows_per_rank: int) -> Placement:
-    """Experts in id order, rank by rank: what a server does unasked. Spare slots start again at expert 0.
-
-    Where E does not divide by R the leading ranks take one expert more. Spare rows repeat the experts in order.
-    """
+    """Experts in id order, rank by rank: what a server does unasked. Spare rows of a rank go on with the next experts."""
     check_capacity(num_experts, num_ranks, rows_per_rank)
     first = np.arange(num_ranks + 1) * num_experts // num_ranks
+    has_spare = num_ranks * rows_per_rank > num_experts
     rows = np.full((num_ranks, rows_per_rank), EMPTY, np.int32)
     for rank in range(num_ranks):
-        own = np.arange(first[rank], first[rank] + num_experts)[:rows_per_rank] % num_experts
-        spare_from = first[rank + 1] - first[rank]
-        spread = (num_ranks * rows_per_rank) // num_experts > 1 or num_ranks * rows_per_rank > num_experts
-        rows[rank, : len(own) if spread else spare_from] = own if spread else own[:spare_from]
+        width = rows_per_rank if has_spare else first[rank + 1] - first[rank]
+        rows[rank, :width] = (first[rank] + np.arange(width)) % num_experts
     table = np.broadcast_to(rows.reshape(-1), (num_layers, rows.size))
     return Placement(epoch=0, num_ranks=num_ranks, num_experts=num_experts, physical_to_logical=table)
 
