@@ -107,6 +107,6 @@ def load_config(path: str | Path) -> ClusterConfig:
         raise ConfigError(f"config '{path}': cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"config '{path}': not text: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"config '{path}': not YAML: {' '.join(str(error).split())[:200]}") from error
     return config_from_dict(raw, source=f"config '{path}'")

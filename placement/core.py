@@ -75,6 +75,10 @@ class Placement:
                 f"a placement needs epoch >= 0, num_ranks >= 1, num_experts >= 1 and a table [layers, slots]; got "
                 f"epoch {self.epoch}, num_ranks {self.num_ranks}, num_experts {self.num_experts}, table {table.shape}"
             )
+        if self.num_experts > table.shape[1]:
+            raise PlacementError(
+                f"{self.num_experts} experts need at least as many slots per layer, but there are {table.shape[1]}"
+            )
         if table.shape[1] % self.num_ranks:
             raise PlacementError(f"{table.shape[1]} slots per layer do not divide by {self.num_ranks} ranks")
         if self.tiers.shape != table.shape or self.tiers.max() > Tier.DISK:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from placement.core import Placement
@@ -37,9 +37,9 @@ class _PlanModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     format: str
-    epoch: int
-    num_ranks: int
-    num_experts: int
+    epoch: int = Field(ge=0, lt=2**63)
+    num_ranks: int = Field(ge=1)
+    num_experts: int = Field(ge=1)
     topology: dict[str, Any]
     physical_to_logical: list[list[int]]
     tiers: list[list[int]]

@@ -7,6 +7,7 @@ node level's link is the node's NIC, the GPU level's link is the GPU's port on N
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from placement.errors import TopologyError
 
 NODE = "node"
+MAX_RANKS = 1_000_000
 LEVEL_NAMES = {2: (NODE, "gpu"), 3: ("switch", NODE, "gpu"), 4: ("switch", NODE, "numa", "gpu")}
 
 
@@ -193,8 +195,12 @@ def first_problem(error: ValidationError) -> str:
 def _groups_of_fanout(fanout: list[int], num_levels: int, source: str) -> NDArray[np.int32]:
     if len(fanout) != num_levels or min(fanout) < 1:
         raise TopologyError(f"{source}: key 'fanout': needs {num_levels} numbers from 1 up, one a level, got {fanout}")
-    num_ranks = int(np.prod(fanout))
-    sizes = [int(np.prod(fanout[level + 1 :])) for level in range(num_levels)]
+    num_ranks = math.prod(fanout)
+    if num_ranks > MAX_RANKS:
+        raise TopologyError(
+            f"{source}: key 'fanout': {fanout} makes {num_ranks} ranks; at most {MAX_RANKS} are supported"
+        )
+    sizes = [math.prod(fanout[level + 1 :]) for level in range(num_levels)]
     return np.stack([np.arange(num_ranks) // size for size in sizes]).astype(np.int32)
 
 
@@ -235,7 +241,7 @@ def load_topology(text: str) -> Topology:
         raw = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise TopologyError(f"topology '{text}': no such file, and not a shorthand like 4x2") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise TopologyError(
             f"topology '{text}': cannot be read as YAML: {' '.join(str(error).split())[:200]}"
         ) from error

@@ -37,6 +37,7 @@ def test_a_placement_can_not_be_changed() -> None:
         ([[0, 0, 1, 2]], {}, "layer 0: expert 0 lies 2 times on rank 0"),
         ([[0, 1, 2, -1], [0, 1, -1, -1]], {}, "layer 1: expert 2 has no slot"),
         ([[0, 1, 2]], {}, "3 slots per layer do not divide by 2 ranks"),
+        ([[0, 1]], {}, "3 experts need at least as many slots per layer, but there are 2"),
         ([[]], {}, "a table [layers, slots]"),
         ([[0, 1, 2, -1]], {"epoch": -1}, "epoch -1"),
         ([[0, 1, 2, -1]], {"num_ranks": 0}, "num_ranks 0"),

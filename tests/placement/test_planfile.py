@@ -47,6 +47,8 @@ def test_a_plan_file_has_the_keys_that_others_read() -> None:
         ({"format": "moetis-plan/9"}, "key 'format' must be 'moetis-plan/1'"),
         ({"epoch": "3"}, "key 'epoch': Input should be a valid integer"),
         ({"epoch": True}, "key 'epoch'"),
+        ({"epoch": 10**40}, "key 'epoch'"),
+        ({"num_experts": 10**12}, "1000000000000 experts need at least as many slots per layer, but there are 4"),
         ({"extra": 1}, "key 'extra': Extra inputs"),
         ({"num_ranks": 3}, "do not divide by 3 ranks"),
         ({"num_ranks": 2}, "topology '2x2' has 4"),

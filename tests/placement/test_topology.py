@@ -57,6 +57,7 @@ def test_an_uneven_tree_is_written_and_read_back(sizes: list[int]) -> None:
         ({"fanout": [2]}, "key 'fanout': needs 2 numbers"),
         ({"fanout": [2, 0]}, "key 'fanout'"),
         ({"fanout": [2, True]}, "key 'fanout.1'"),
+        ({"fanout": [10**12, 10**12]}, "key 'fanout': [1000000000000, 1000000000000] makes"),
         ({"fanout": None, "tree": [[0, 2]]}, "key 'tree': expected rank 1, got 2"),
         ({"fanout": None, "tree": [[0, True]]}, "expected rank 1, got True"),
         ({"fanout": None, "tree": [0, 1]}, "key 'tree'"),
@@ -94,7 +95,9 @@ def test_a_shorthand_that_is_none_is_explained(text: str, said: str) -> None:
         load_topology(text)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"a: [", b"!!python/object/apply:os.system ['echo']", b"", b"3"])
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b"a: [", b"!!python/object/apply:os.system ['echo']", b"", b"3", b"[" * 5000]
+)
 def test_a_file_that_is_no_topology_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "t.yaml"
     path.write_bytes(content)
