@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.core import Placement
-from placement.evaluate import check_fit, replay
+from placement.evaluate import check_fit
 from placement.graph import count_coactivation, count_load
-from placement.homes import homes_of
 from placement.migration import MigrationPlan, plan_migration
 from placement.planfile import Plan
+from placement.report.measured import Measured, read_measured
+from placement.report.traffic import Traffic, count_traffic
 from placement.topology import Topology
 from placement.trace import RoutingTrace
 
@@ -42,11 +42,11 @@ class RoundFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a page shows. scores: by placement ('before', 'eplb', 'after', ...), `Score.to_dict`s; empty if unmeasured.
+    """What a page shows. before_epoch: of the placement that the plan would replace; None where none was given.
 
     load [L, E]: (token, expert) pairs over the layer's mean. holders[layer][expert]: the ranks that hold it.
     coactivation: (layer, order [n] of experts by rank, share [n, n] of tokens that use both) of a few layers.
-    rank_load_before, rank_load_after [R]: pairs served over the mean of the ranks, all layers together.
+    traffic_before, traffic_after: of this trace, by the two placements.
     """
 
     title: str
@@ -58,25 +58,19 @@ class Report:
     sampling_rate: float
     homes_recorded: bool
     workloads: tuple[str, ...]
-    scores: dict[str, dict[str, Any]]
+    measured: Measured
+    before_epoch: int | None
     load: NDArray[np.float64]
     holders: tuple[tuple[tuple[int, ...], ...], ...]
     coactivation: tuple[tuple[int, NDArray[np.intp], NDArray[np.float64]], ...]
-    rank_load_before: NDArray[np.float64] | None
-    rank_load_after: NDArray[np.float64]
+    traffic_before: Traffic | None
+    traffic_after: Traffic
     rounds: tuple[RoundFigure, ...]
     live: tuple[LiveFigure, ...]
 
     @property
     def topology(self) -> Topology:
         return self.plan.topology
-
-    @property
-    def gain(self) -> float | None:
-        """The share of other-node visits that the plan saves on held-out requests; None where it was not measured."""
-        if "before" not in self.scores or not self.scores["before"]["nodes_visited"]:
-            return None
-        return float(1 - self.scores["after"]["nodes_visited"] / self.scores["before"]["nodes_visited"])
 
 
 def make_report(
@@ -91,8 +85,9 @@ def make_report(
 ) -> Report:
     """Gather a report. before: the placement that the plan would replace, for its moves and the load per rank.
 
-    migration is planned here unless given; without expert_bytes its rounds count experts only. Raises TraceError or
-    TopologyError where the plan and the trace are not of one model and cluster.
+    migration is planned here unless given; without expert_bytes its rounds count experts only. Raises TraceError,
+    TopologyError or PlacementError where plan, trace and before are not of one model and cluster, and PlacementError
+    where `plan.measured` is not what it should be.
     """
     check_fit(plan.placement, plan.topology, trace)
     load = count_load(trace)[0].astype(np.float64)
@@ -108,12 +103,13 @@ def make_report(
         sampling_rate=trace.sampling_rate,
         homes_recorded=bool(trace.source_rank.min() >= 0),
         workloads=trace.workload_names,
-        scores={name: value for name, value in plan.measured.items() if "nodes_visited" in value},
+        measured=read_measured(plan.measured),
+        before_epoch=None if before is None else before.epoch,
         load=load / load.mean(axis=1, keepdims=True),
         holders=_holders(plan.placement),
         coactivation=tuple(_coactivation(plan.placement, layer, trace) for layer in _some_layers(trace)),
-        rank_load_before=None if before is None else _rank_load(before, plan.topology, trace),
-        rank_load_after=_rank_load(plan.placement, plan.topology, trace),
+        traffic_before=None if before is None else count_traffic(before, plan.topology, trace),
+        traffic_after=count_traffic(plan.placement, plan.topology, trace),
         rounds=() if migration is None else _rounds(migration),
         live=live,
     )
@@ -141,14 +137,6 @@ def _coactivation(
     pairs = count_coactivation(trace.experts[:, layer], trace.num_experts)
     share = pairs[np.ix_(order, order)] / trace.num_tokens
     return layer, order, share
-
-
-def _rank_load(placement: Placement, topology: Topology, trace: RoutingTrace) -> NDArray[np.float64]:
-    one_step = np.zeros(trace.num_tokens, np.int32)
-    counts = replay(placement, topology, trace, homes_of(trace, topology.num_ranks), one_step)
-    load = counts.load.sum(axis=(0, 1)).astype(np.float64)
-    over_mean: NDArray[np.float64] = load / load.mean()
-    return over_mean
 
 
 def _rounds(migration: MigrationPlan) -> tuple[RoundFigure, ...]:

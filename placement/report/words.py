@@ -1,55 +1,59 @@
-"""What a report says in sentences."""
+"""What a report says in sentences besides its verdict."""
 
 from __future__ import annotations
 
 from placement.report.noun import Report
 
-LABELS = {
-    "before": "before",
-    "eplb": "EPLB",
-    "after": "plan",
-    "after_routed_homes": "plan, routed homes",
+ROWS = {
+    "nodes_visited": "other nodes visited per token and layer",
+    "ranks_visited": "other ranks visited per token and layer",
+    "load_max_over_mean": "load max/mean over ranks",
+    "node_load_max_over_mean": "load max/mean over nodes",
+    "step_load_max_over_mean": "load max/mean over ranks, per step",
 }
-ROWS = (
-    ("nodes_visited", "other nodes visited per token and layer"),
-    ("ranks_visited", "other ranks visited per token and layer"),
-    ("load_max_over_mean", "load max/mean over ranks"),
-    ("node_load_max_over_mean", "load max/mean over nodes"),
-    ("step_load_max_over_mean", "load max/mean over ranks, per step"),
-)
+RATIOS = {
+    "after_over_before": "plan over before",
+    "after_over_eplb": "plan over EPLB",
+    "after_routed_homes_over_before": "plan with routed homes over before",
+}
+# Every score stands on the held-out tokens, which the evidence names once.
+NOT_FIGURES = ("num_tokens", "num_requests")
 
 
-def verdict(report: Report) -> str:
-    """One sentence: what to do, and the number that says so."""
-    gain = report.gain
-    if gain is None:
-        return "No verdict: this plan carries no figures from held-out requests."
-    after, before = report.scores["after"], report.scores["before"]
-    what = (
-        f"{before['nodes_visited']:.2f} to {after['nodes_visited']:.2f} other nodes per token and layer "
-        f"({-gain:+.0%}), load max/mean {before['load_max_over_mean']:.2f} to {after['load_max_over_mean']:.2f}"
-    )
-    if gain <= 0:
-        return f"Leave it: on requests that the plan has not seen it saves no hops: {what}."
-    return f"Apply: on requests that the plan has not seen, {what}."
+def row_label(figure: str) -> str:
+    """A known figure by its name in words, another by its own name: `p99_s` is 'p99 s'."""
+    return ROWS.get(figure, figure.replace("_", " "))
+
+
+def figures_of(report: Report) -> list[str]:
+    """The figures that any placement was scored by, the known ones first."""
+    found = dict.fromkeys(figure for score in report.measured.scores.values() for figure in score)
+    known = [figure for figure in ROWS if figure in found]
+    return known + [figure for figure in found if figure not in ROWS and figure not in NOT_FIGURES]
 
 
 def evidence(report: Report) -> list[str]:
     """What the figures rest on, and what is not known."""
     said = []
-    measured = report.plan.measured
-    if "fit" in measured:
-        fit, held_out = measured["fit"], measured["held_out"]
+    fit, held_out = report.measured.fit, report.measured.held_out
+    if fit is not None and held_out is not None:
         said.append(
-            f"Fitted on {fit['tokens']:,} tokens of {fit['requests']:,} requests; judged on "
-            f"{held_out['tokens']:,} tokens of {held_out['requests']:,} other requests."
+            f"Fitted on {fit.tokens:,} tokens of {fit.requests:,} requests; judged on "
+            f"{held_out.tokens:,} tokens of {held_out.requests:,} other requests."
         )
+    if report.measured.says and "after_over_before" not in report.measured.trust:
+        said.append(f"The plan file says: {report.measured.says}")
     said.append(
-        f"The charts show {report.num_tokens:,} tokens of {report.num_requests:,} requests, top-{report.top_k}, "
-        f"recorded at a sampling rate of {report.sampling_rate:g}."
+        f"The charts of experts, ranks and topology show {report.num_tokens:,} tokens of {report.num_requests:,} "
+        f"requests, top-{report.top_k}, recorded at a sampling rate of {report.sampling_rate:g}."
     )
     if not report.homes_recorded:
         said.append("The trace does not say on which rank a token's attention ran: homes are random.")
-    if report.plan.placement.epoch == 0 and not report.rounds:
+    if report.before_epoch is None:
         said.append("No present placement was given: nothing is said about what would have to move.")
+    elif report.before_epoch >= report.plan.placement.epoch:
+        said.append(
+            f"The present placement has epoch {report.before_epoch}, the plan {report.plan.placement.epoch}: the plan "
+            f"was not made from it, so no moves are listed."
+        )
     return said

@@ -11,10 +11,12 @@ import pytest
 
 from placement.baselines import linear_placement
 from placement.core import Placement
-from placement.errors import TraceError
+from placement.errors import PlacementError, TraceError
+from placement.evaluate import replay
+from placement.homes import homes_of
 from placement.plan import make_plan
 from placement.planfile import Plan
-from placement.report import LiveFigure, make_report, render_html
+from placement.report import LiveFigure, make_report, render_html, report_to_json
 from placement.topology import load_topology
 from placement.trace import RoutingTrace
 
@@ -67,19 +69,28 @@ class Scripts(HTMLParser):
 
 
 def test_the_page_says_the_verdict_and_what_it_rests_on(plan: Plan) -> None:
+    ratio = {"ratio": 0.75, "low": 0.7, "high": 0.8, "num_tokens": 800, "num_requests": 40}
     measured = plan.measured | {
         "before": plan.measured["before"] | {"nodes_visited": 2.0, "load_max_over_mean": 1.4},
-        "after": plan.measured["after"] | {"nodes_visited": 1.5, "load_max_over_mean": 1.1},
+        "after": plan.measured["after"] | {"nodes_visited": 1.5, "load_max_over_mean": 1.1, "p99_s": 0.125},
+        "trust": {"after_over_before": ratio},
     }
     text = Scripts(render_html(make_report(replace(plan, measured=measured), _trace()))).text
-    assert "Apply: on requests that the plan has not seen, 2.00 to 1.50 other nodes per token and layer (-25%)" in text
+    assert "Apply: on requests that the plan has not seen, 2.00 to 1.50 other nodes per token and layer (-25%," in text
     assert "Fitted on 80 tokens of 4 requests; judged on 80 tokens of 4 other requests." in text
     assert "homes are random" in text
+    assert "plan over before0.750-25%0.700 to 0.80040" in text
+    assert "p99 s0.125" in text
 
 
 def test_a_plan_that_saves_nothing_is_to_be_left(plan: Plan) -> None:
     measured = plan.measured | {"after": plan.measured["before"]}
     assert "Leave it" in Scripts(render_html(make_report(replace(plan, measured=measured), _trace()))).text
+
+
+def test_a_plan_with_wrong_figures_is_refused_by_the_key(plan: Plan) -> None:
+    with pytest.raises(PlacementError, match=r"measured\.after\.nodes_visited"):
+        make_report(replace(plan, measured={"after": {"nodes_visited": "few"}}), _trace())
 
 
 def test_a_plan_without_figures_gets_no_verdict(plan: Plan) -> None:
@@ -99,9 +110,16 @@ def test_the_migration_and_the_live_figures_are_on_the_page(plan: Plan) -> None:
 def test_names_from_outside_can_not_run_script(plan: Plan) -> None:
     plain = Scripts(render_html(make_report(plan, _trace())))
     trace = _trace(model=HOSTILE, workload_names=(HOSTILE,), workload=np.zeros(160, np.uint8))
-    topology = replace(plan.topology, name=HOSTILE)
+    topology = replace(plan.topology, name=HOSTILE, levels=("node", HOSTILE))
+    measured = plan.measured | {
+        "says": HOSTILE,
+        "after": plan.measured["after"] | {HOSTILE: 1.0},
+        "trust": {HOSTILE: {"ratio": 1, "low": 1, "high": 1}},
+    }
     live = (LiveFigure(name=HOSTILE, before=None, after=1.0, unit=HOSTILE),)
-    page = render_html(make_report(replace(plan, topology=topology), trace, live=live, title=HOSTILE))
+    page = render_html(
+        make_report(replace(plan, topology=topology, measured=measured), trace, live=live, title=HOSTILE)
+    )
     found = Scripts(page)
     assert found.scripts == plain.scripts
     assert found.handlers == []
@@ -114,10 +132,25 @@ def test_the_page_needs_nothing_from_outside_and_stays_small(plan: Plan) -> None
     assert re.findall(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="[^"]+"', page) == []
 
 
-def test_58_layers_of_256_experts_still_fit() -> None:
+def test_58_layers_of_256_experts_stay_under_6_megabytes() -> None:
     trace = _trace(layers=58, experts=256, top_k=8, requests=2)
-    plan = Plan(placement=linear_placement(58, 256, 8, 36), topology=load_topology("2x4"), measured={})
-    assert len(render_html(make_report(plan, trace))) < 6_000_000
+    before = linear_placement(58, 256, 8, 36)
+    table = np.roll(before.physical_to_logical.reshape(58, 8, 36), 1, axis=1).reshape(58, -1)
+    after = replace(before, epoch=1, physical_to_logical=table)
+    plan = Plan(placement=after, topology=load_topology("2x4"), measured={})
+    page = render_html(make_report(plan, trace, before=before, expert_bytes=44_000_000))
+    assert len(page.encode()) < 6_000_000
+    assert "the 8 busiest experts of each layer" in page
+
+
+def test_many_ranks_are_drawn_and_listed_in_part() -> None:
+    topology = load_topology("4x100x2")
+    plan = Plan(placement=linear_placement(1, 8, 800, 1), topology=topology, measured={})
+    page = render_html(make_report(plan, _trace(layers=1)))
+    text = Scripts(page).text
+    assert "The first 32 of 800 ranks are drawn." in text
+    assert "the busiest 256 of 800 ranks" in text
+    assert page.count("<line ") == 1 + 16 + 32
 
 
 def test_one_rank_with_one_layer_and_one_expert_has_a_page() -> None:
@@ -132,5 +165,45 @@ def test_a_trace_of_another_model_is_refused(plan: Plan) -> None:
         make_report(plan, _trace(layers=3))
 
 
-def test_measured_figures_are_json(plan: Plan) -> None:
-    assert json.loads(json.dumps(plan.measured))["held_out"]["requests"] == 4
+def test_visits_and_load_are_those_of_a_replay(plan: Plan) -> None:
+    trace = _trace()
+    homes = homes_of(trace, 4)
+    counts = replay(plan.placement, plan.topology, trace, homes)
+    traffic = make_report(plan, trace).traffic_after
+    visits = [counts.nodes.sum() / (160 * 2), counts.ranks.sum() / (160 * 2)]
+    assert [traffic.visited(0), traffic.visited(1)] == pytest.approx(visits)
+    load = counts.load.sum(axis=(0, 1))
+    assert traffic.load == pytest.approx(load / load.mean())
+
+
+def test_charts_have_a_label_tables_row_headers_and_small_ones_are_whole(plan: Plan) -> None:
+    page = render_html(make_report(plan, _trace(), before=linear_placement(2, 8, 4, 3)))
+    assert page.count('role="img" aria-label="') == 8
+    assert "<tr><td>" not in page
+    text = Scripts(page).text
+    assert "all loads, as a table" in text
+    assert "all pairs of layer 0, as a table" in text
+
+
+def test_the_hint_stands_above_its_chart(plan: Plan) -> None:
+    page = render_html(make_report(plan, _trace()))
+    assert 0 < page.index("Shorter is better") < page.index("bar chart: nodes and ranks visited")
+
+
+def test_a_plan_that_does_not_follow_on_lists_no_moves(plan: Plan) -> None:
+    before = replace(linear_placement(2, 8, 4, 3), epoch=7)
+    text = Scripts(render_html(make_report(plan, _trace(), before=before))).text
+    assert "The present placement has epoch 7, the plan 1" in text
+
+
+def test_the_json_has_the_numbers_of_the_page(plan: Plan) -> None:
+    live = (LiveFigure(name="speed", before=None, after=float("nan"), unit="1/s"),)
+    report = make_report(plan, _trace(), before=linear_placement(2, 8, 4, 3), live=live, expert_bytes=10**6)
+    found = json.loads(report_to_json(report))
+    assert found["measured"]["held_out"] == {"tokens": 80, "requests": 4}
+    assert found["measured"]["scores"]["after"]["nodes_visited"] == plan.measured["after"]["nodes_visited"]
+    assert found["verdict"]["decision"] in ("apply", "not sure", "leave")
+    assert np.shape(found["expert_load"]) == (2, 8)
+    assert [level["name"] for level in found["traffic"]["before"]["levels"]] == ["node", "gpu"]
+    assert sum(step["num_bytes"] for step in found["rounds"]) > 0
+    assert found["live"] == [{"name": "speed", "before": None, "after": None, "unit": "1/s"}]
