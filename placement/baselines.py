@@ -27,7 +27,7 @@ def check_capacity(num_experts: int, num_ranks: int, rows_per_rank: int) -> None
 
 
 def linear_placement(num_layers: int, num_experts: int, num_ranks: int, rows_per_rank: int) -> Placement:
-    """Experts in id order, rank by rank: what a server does unasked. Spare rows of a rank go on with the next experts."""
+    """Experts in id order, rank by rank: what a server does unasked. Spare rows go on with the next experts."""
     check_capacity(num_experts, num_ranks, rows_per_rank)
     first = np.arange(num_ranks + 1) * num_experts // num_ranks
     has_spare = num_ranks * rows_per_rank > num_experts

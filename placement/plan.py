@@ -34,8 +34,8 @@ MOST_SAMPLED, LEAST_SAMPLED = 40_000, 5_000
 SERVICES = 1e9
 SMALL_MODEL = 1_000
 HOME_PREFIX = 64
-BETWEEN = Costs(visit=1.0, balance=2.0)
-INSIDE = Costs(visit=0.03, balance=3.0)
+BETWEEN = Costs(visit=1.0, balance=0.5)
+INSIDE = Costs(visit=0.03, balance=0.75)
 
 
 def plan_placement(
@@ -96,7 +96,10 @@ def _sampled_tokens(trace: RoutingTrace) -> int:
 def _settings(
     trace: RoutingTrace, topology: Topology, rows_per_rank: int, effort: float, *, draft: bool, balance_only: bool
 ) -> Settings:
-    """Search stages that fit the effort. A draft is made to draw homes from: it takes one short stage alone."""
+    """Search stages that fit the effort. A draft is made to draw homes from: it takes one short stage alone.
+
+    Visits grow with top_k and shrink with spare slots, balance does not: the price of imbalance goes with them.
+    """
     slots, sampled = topology.num_ranks * rows_per_rank, _sampled_tokens(trace)
     per_node = -(-slots // topology.num_nodes)
     between = (
@@ -115,14 +118,19 @@ def _settings(
         tuple(replace(stage, proposals=int(stage.proposals * scale)) for stage in stages)
         for stages in (between, inside)
     ]
+    price = trace.top_k * trace.num_experts / slots
     return Settings(
         rows_per_rank=rows_per_rank,
         num_experts=trace.num_experts,
-        between=replace(BETWEEN, visit=0.0) if balance_only else BETWEEN,
-        inside=replace(INSIDE, visit=0.0) if balance_only else INSIDE,
+        between=_priced(BETWEEN, price, balance_only),
+        inside=_priced(INSIDE, price, balance_only),
         between_stages=shorter[0][: 1 if draft else 3],
         inside_stages=() if draft else shorter[1],
     )
+
+
+def _priced(costs: Costs, price: float, balance_only: bool) -> Costs:
+    return replace(costs, visit=0.0 if balance_only else costs.visit, balance=costs.balance * price)
 
 
 def _first_homes(trace: RoutingTrace, tree: Branch, topology: Topology, seed: int) -> NDArray[np.int32]:

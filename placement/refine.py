@@ -42,12 +42,14 @@ class Costs:
     unit_visit: the worth of one other unit visited inside nodes, where units lie in nodes.
 
     step_tokens: the batch whose imbalance is judged; spread: how many standard deviations of its load count.
+    home_spread: the relative deviation of the number of tokens that are at home at a unit.
     """
 
     visit: float = 1.0
     balance: float = 1.0
     step_tokens: int = 256
     spread: float = 1.0
+    home_spread: float = 0.1
     unit_visit: float = 0.05
 
 
@@ -67,20 +69,29 @@ class Stage:
 
 
 @nb.njit(cache=True, nogil=True)
-def imbalance(load: Any, square: Any, share: Any, num_tokens: Any, step_tokens: Any, spread: Any) -> Any:
-    """A smooth maximum (the 16-norm) over units of load over its fair share, with `spread` deviations of a step's load.
+def imbalance(load: Any, square: Any, share: Any, num_tokens: Any, costs: Any) -> Any:
+    """A smooth maximum (the 16-norm) over units of load over its fair share, with some deviations on top.
 
-    load, square [U]: sums over tokens of a token's experts served by the unit, and of that number squared. share [U].
+    load [U + 1, U]: (token, expert) pairs by the token's home (last: no home here) and the unit that serves them.
+    square [U]: the number of a token's experts that a unit serves, squared, summed over tokens. share [U].
+    A unit's load deviates with the step's tokens, and with how many tokens happen to be at home at each unit.
     """
-    total = load.sum()
+    num_units = len(share)
+    of_home = load.sum(axis=1)
+    total = of_home.sum()
     if total <= 0:
         return 1.0
     result = 0.0
-    for unit in range(len(load)):
-        mean = load[unit] / num_tokens
-        variance = max(0.0, square[unit] / num_tokens - mean * mean)
-        fair = total / num_tokens * share[unit]
-        ratio = (mean + spread * np.sqrt(variance / step_tokens)) / fair
+    for unit in range(num_units):
+        mean, homes = 0.0, 0.0
+        for home in range(num_units):
+            mean += load[home, unit]
+            lump = load[home, unit] - share[unit] * of_home[home]
+            homes += lump * lump
+        mean = (mean + load[num_units, unit]) / num_tokens
+        variance = max(0.0, square[unit] / num_tokens - mean * mean) / costs.step_tokens
+        deviation = costs.spread * np.sqrt(variance) + costs.home_spread * np.sqrt(homes) / num_tokens
+        ratio = (mean + deviation) / (total / num_tokens * share[unit])
         ratio *= ratio
         ratio *= ratio
         ratio *= ratio
@@ -113,12 +124,14 @@ class _Weights(NamedTuple):
     balance: float
     step_tokens: float
     spread: float
+    home_spread: float
 
 
 class _State(NamedTuple):
     """What the search keeps about the sample. chosen, served [S, K]; home, group, visits [S]; the rest by unit.
 
-    start, postings: `postings_of`. masks, copies: `masks_of`. load, square [G, U]: `imbalance`; visited, tokens [G].
+    start, postings: `postings_of`. masks, copies: `masks_of`. load [G, U + 1, U], square [G, U]: `imbalance`; visited,
+    tokens [G].
     visits, visited: the cost of visits, of a token and summed. in_nodes: whether units lie in nodes; then node_of [U],
     node_bits [N] its units, node_masks [E] as masks.
     """
@@ -193,7 +206,7 @@ def _start_state(slots: Any, node_of: Any, chosen: Any, home: Any, group: Any, n
         copies,
         np.full(chosen.shape, -1, np.int8),
         np.zeros(len(chosen)),
-        np.zeros((num_groups, num_units)),
+        np.zeros((num_groups, num_units + 1, num_units)),
         np.zeros((num_groups, num_units)),
         np.zeros(num_groups),
         np.zeros(num_groups),
@@ -213,7 +226,7 @@ def _start_state(slots: Any, node_of: Any, chosen: Any, home: Any, group: Any, n
             state.visits[token] = costs.visit * nodes + costs.unit_visit * units
         else:
             state.visits[token] = costs.visit * serve_units(chosen[token], home[token], masks, state.served[token])
-        _add_token(state.served[token], 1.0, state.load[g], state.square[g], same)
+        _add_token(state.served[token], 1.0, state.load[g, home[token]], state.square[g], same)
         state.tokens[g] += 1
         state.visited[g] += state.visits[token]
     return state
@@ -225,7 +238,7 @@ def _objective(load: Any, square: Any, visited: Any, tokens: Any, share: Any, co
     for g in range(len(tokens)):
         if tokens[g]:
             total += visited[g] / tokens[g]
-            total += costs.balance * imbalance(load[g], square[g], share, tokens[g], costs.step_tokens, costs.spread)
+            total += costs.balance * imbalance(load[g], square[g], share, tokens[g], costs)
     return total
 
 
@@ -253,8 +266,9 @@ def _serve_again(state: Any, trial: Any, expert: Any, first: Any, last: Any, ste
         if changed:
             g = state.group[token]
             trial.visited[g] += cost - state.visits[token]
-            _add_token(before, -1.0, trial.load[g], trial.square[g], trial.same)
-            _add_token(served, 1.0, trial.load[g], trial.square[g], trial.same)
+            load = trial.load[g, home[token]]
+            _add_token(before, -1.0, load, trial.square[g], trial.same)
+            _add_token(served, 1.0, load, trial.square[g], trial.same)
             trial.visits[num_touched] = cost
             trial.touched[num_touched] = token
             num_touched += 1
@@ -262,19 +276,19 @@ def _serve_again(state: Any, trial: Any, expert: Any, first: Any, last: Any, ste
 
 
 @nb.njit(cache=True, nogil=True)
+def _stretch(state: Any, trial: Any, factor: Any) -> None:
+    """Multiply what the trial changes by factor."""
+    trial.load[:] = state.load + factor * (trial.load - state.load)
+    trial.square[:] = state.square + factor * (trial.square - state.square)
+    trial.visited[:] = state.visited + factor * (trial.visited - state.visited)
+
+
+@nb.njit(cache=True, nogil=True)
 def _looks_hopeless(state: Any, trial: Any, share: Any, objective: Any, margin: Any) -> Any:
     """Whether the change, judged from the first eighth of its tokens, is worse than margin."""
-    for g in range(len(state.tokens)):
-        for unit in range(len(share)):
-            trial.load[g, unit] = state.load[g, unit] + 8 * (trial.load[g, unit] - state.load[g, unit])
-            trial.square[g, unit] = state.square[g, unit] + 8 * (trial.square[g, unit] - state.square[g, unit])
-        trial.visited[g] = state.visited[g] + 8 * (trial.visited[g] - state.visited[g])
+    _stretch(state, trial, 8.0)
     guess = _objective(trial.load, trial.square, trial.visited, state.tokens, share, state.costs)
-    for g in range(len(state.tokens)):
-        for unit in range(len(share)):
-            trial.load[g, unit] = state.load[g, unit] + (trial.load[g, unit] - state.load[g, unit]) / 8
-            trial.square[g, unit] = state.square[g, unit] + (trial.square[g, unit] - state.square[g, unit]) / 8
-        trial.visited[g] = state.visited[g] + (trial.visited[g] - state.visited[g]) / 8
+    _stretch(state, trial, 0.125)
     return guess - objective > margin
 
 
@@ -462,7 +476,9 @@ def refine_logged(
     if len(result) == 1 or not len(thinned.chosen) or not stage.proposals:
         return result, log[:0]
     nodes = np.arange(len(result)) if node_of_unit is None else node_of_unit
-    weights = _Weights(costs.visit, costs.unit_visit, costs.balance, float(costs.step_tokens), costs.spread)
+    weights = _Weights(
+        costs.visit, costs.unit_visit, costs.balance, float(costs.step_tokens), costs.spread, costs.home_spread
+    )
     state = _start_state(
         result,
         np.ascontiguousarray(nodes, np.int64),

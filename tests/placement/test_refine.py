@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from placement.cover import masks_of, serve_units
-from placement.refine import Costs, Sample, Stage, imbalance, refine, refine_logged
+from placement.refine import Costs, Sample, Stage, _Weights, imbalance, refine, refine_logged
 
 HOPS_ONLY = Costs(visit=1.0, balance=0.0)
 
@@ -120,10 +120,12 @@ def test_ranks_inside_nodes_are_searched_with_nodes_first() -> None:
     assert plain_visits(found.reshape(2, 4), by_node) <= plain_visits(slots.reshape(2, 4), by_node)
 
 
-def test_imbalance_is_one_for_level_load_and_grows_with_the_heaviest() -> None:
-    level, square, share = np.full(4, 50.0), np.full(4, 25.0), np.full(4, 0.25)
-    flat = imbalance(level, square, share, 100.0, 256.0, 0.0)
-    skewed = imbalance(np.array([80.0, 40, 40, 40]), square, share, 100.0, 256.0, 0.0)
-    assert flat == pytest.approx(1.0)
-    assert skewed > 1.3
-    assert imbalance(np.zeros(4), np.zeros(4), share, 100.0, 256.0, 1.0) == 1.0
+def test_imbalance_is_one_for_level_load_and_grows_with_the_heaviest_and_with_local_homes() -> None:
+    share, square, weights = np.full(4, 0.25), np.full(4, 25.0), _Weights(1.0, 0.0, 1.0, 256.0, 0.0, 0.2)
+    spread_out = np.vstack([np.full((4, 4), 25.0), np.zeros(4)])
+    at_home = np.vstack([np.eye(4) * 100, np.zeros(4)])
+    skewed = np.vstack([np.full((4, 4), 25.0) * [2, 1, 1, 1], np.zeros(4)])
+    assert imbalance(spread_out, square, share, 200.0, weights) == pytest.approx(1.0)
+    assert imbalance(at_home, square, share, 200.0, weights) > 1.1
+    assert imbalance(skewed, square, share, 200.0, weights) > 1.4
+    assert imbalance(np.zeros((5, 4)), np.zeros(4), share, 200.0, weights) == 1.0

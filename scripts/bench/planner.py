@@ -1,0 +1,264 @@
+"""The planner's tables: hops and balance against every baseline, modelled steps, other domains, churn, speed.
+
+    python scripts/bench/planner.py [--traces ../shared/traces] [--out planner.json] [--only hops,steps,...]
+
+Fits on even requests, judges on odd ones. Every baseline runs in the same process; date and machine go into the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from placement.baselines import balance_placement, eplb_placement, linear_placement, random_placement
+from placement.core import Placement
+from placement.costs import ModelSizes, step_time
+from placement.evaluate import evaluate, max_over_mean
+from placement.graph import build_graph, count_load
+from placement.homes import homes_of, homes_per_token, route_homes
+from placement.plan import plan_placement
+from placement.relevel import relevel
+from placement.replan import num_copies_between
+from placement.topology import Link, Topology, load_topology
+from placement.trace import RoutingTrace, load_trace
+
+MODELS = {
+    "gpt-oss-20b": ("4x2", ModelSizes(token_bytes=5_760, expert_bytes=13.2e6, pair_flops=49.8e6)),
+    "mixed-64e-12l": ("4x4", ModelSizes(token_bytes=4_096, expert_bytes=9.4e6, pair_flops=18.9e6)),
+}
+SLOTS = (1.0, 1.25, 1.5, 2.0)
+SLOW_NIC = Link(bandwidth=3e9, latency_s=30e-6)
+Row = dict[str, Any]
+
+
+def on_slow_network(topology: Topology) -> Topology:
+    """The same tree with 25 GbE between nodes."""
+    links = tuple(SLOW_NIC if index <= topology.node_level else link for index, link in enumerate(topology.links))
+    return replace(topology, name=f"{topology.name} 25GbE", links=links)
+
+
+def routed_homes(placement: Placement, topology: Topology, trace: RoutingTrace) -> Any:
+    requests, ranks = route_homes(placement, topology, trace, 64)
+    return homes_per_token(trace.request, requests, ranks)
+
+
+def contenders(fit: RoutingTrace, topology: Topology, rows: int) -> dict[str, Placement]:
+    shape = (fit.num_layers, fit.num_experts, topology.num_ranks, rows)
+    return {
+        "linear": linear_placement(*shape),
+        "random": random_placement(*shape),
+        "eplb": eplb_placement(count_load(fit)[0], topology.num_ranks, rows),
+        "metis, no search": plan_placement(fit, topology, rows_per_rank=rows, effort=0.0),
+        "balance only": plan_placement(fit, topology, rows_per_rank=rows, balance_only=True),
+    }
+
+
+def hops_and_steps(traces: Path, name: str) -> list[Row]:
+    """Hops, balance and modelled step times of all contenders at every number of slots."""
+    spec, sizes = MODELS[name]
+    topology = load_topology(spec)
+    fit, held_out = load_trace(traces / f"{name}.npz").split_by_request()
+    homes = homes_of(held_out, topology.num_ranks)
+    rows_out: list[Row] = []
+    for factor in SLOTS:
+        rows = int(fit.num_experts * factor / topology.num_ranks)
+        everyone = contenders(fit, topology, rows)
+        begun = time.perf_counter()
+        everyone["moetis"] = plan_placement(fit, topology, rows_per_rank=rows)
+        plan_s = time.perf_counter() - begun
+        cases = [(label, placement, homes) for label, placement in everyone.items()]
+        cases.append(("moetis, routed homes", everyone["moetis"], routed_homes(everyone["moetis"], topology, held_out)))
+        for label, placement, where in cases:
+            row = {"trace": name, "slots": factor, "planner": label}
+            row |= evaluate(placement, topology, held_out, where).to_dict()
+            for network, cluster in (("fast", topology), ("25GbE", on_slow_network(topology))):
+                for batch in (512, 8192):
+                    row[f"step_{network}_{batch}_s"] = step_time(
+                        placement, cluster, held_out, where, sizes, batch
+                    ).mean_s
+            row["plan_s"] = plan_s if label.startswith("moetis") else None
+            rows_out.append(row)
+        eplb = next(row for row in rows_out if row["slots"] == factor and row["planner"] == "eplb")
+        for row in rows_out:
+            if row["slots"] == factor:
+                row["over_eplb"] = row["nodes_visited"] / eplb["nodes_visited"]
+                for key in [key for key in row if key.startswith(("step_fast", "step_25GbE"))]:
+                    row[key.replace("_s", "_over_eplb")] = row[key] / eplb[key]
+    return rows_out
+
+
+def other_domains(traces: Path, name: str) -> list[Row]:
+    """Fitted on every second workload, judged on the others, against a plan fitted on those others' even requests."""
+    topology = load_topology(MODELS[name][0])
+    trace = load_trace(traces / f"{name}.npz")
+    assert trace.workload is not None
+    rows = int(trace.num_experts * 1.5 / topology.num_ranks)
+    abroad = trace.select(trace.workload % 2 == 0)
+    at_home, judged = trace.select(trace.workload % 2 == 1).split_by_request()
+    homes = homes_of(judged, topology.num_ranks)
+    placements = {
+        "moetis, in domain": plan_placement(at_home, topology, rows_per_rank=rows),
+        "moetis, other domains": plan_placement(abroad, topology, rows_per_rank=rows),
+        "eplb, other domains": eplb_placement(count_load(abroad)[0], topology.num_ranks, rows),
+    }
+    return [
+        {"trace": name, "planner": label} | evaluate(placement, topology, judged, homes).to_dict()
+        for label, placement in placements.items()
+    ]
+
+
+def load_balance(placement: Placement, load: Any) -> float:
+    copies = placement.copies_per_rank()
+    return max_over_mean((copies * (load / copies.sum(axis=1))[:, None, :]).sum(axis=2))
+
+
+def churn(traces: Path) -> list[Row]:
+    """DeepSeek-V3 counts, 58 x 256 -> 288 on 32 ranks: the load perturbed, few copies allowed."""
+    load = np.load(traces / "deepseek-v3-counts.npz")["decode_in1000out1000"][3:]
+    rng = np.random.default_rng(0)
+    current, old_eplb = balance_placement(load, 32, 9), eplb_placement(load, 32, 9)
+    slots = current.physical_to_logical.size
+    rows_out = []
+    for noise, budget in ((0.05, 0.05), (0.2, 0.15)):
+        changed = np.maximum(load * (1 + noise * rng.normal(size=load.shape)), 0)
+        begun = time.perf_counter()
+        kept = relevel(current, changed, most_copies=int(budget * slots))
+        seconds = time.perf_counter() - begun
+        fresh, new_eplb = balance_placement(changed, 32, 9), eplb_placement(changed, 32, 9)
+        rows_out.append(
+            {
+                "noise": noise,
+                "copied": num_copies_between(current, kept) / slots,
+                "balance": load_balance(kept, changed),
+                "balance_from_scratch": load_balance(fresh, changed),
+                "eplb_copied": num_copies_between(old_eplb, new_eplb) / slots,
+                "eplb_balance": load_balance(new_eplb, changed),
+                "seconds": seconds,
+            }
+        )
+    return rows_out
+
+
+def counts_alone(traces: Path) -> list[Row]:
+    """Plans from counts of one workload, judged on each."""
+    archive = np.load(traces / "deepseek-v3-counts.npz")
+    fitted = archive["decode_in1000out1000"][3:]
+    return [
+        {
+            "ranks": ranks,
+            "judged_on": workload,
+            "moetis": load_balance(balance_placement(fitted, ranks, rows), archive[workload][3:]),
+            "eplb": load_balance(eplb_placement(fitted, ranks, rows), archive[workload][3:]),
+        }
+        for ranks, rows in ((32, 9), (144, 2))
+        for workload in archive.files
+    ]
+
+
+def synthetic_trace(num_tokens: int, layers: int, experts: int, top_k: int = 8, seed: int = 0) -> RoutingTrace:
+    """Requests of 16 kinds with tastes and skewed popularity, for timing alone."""
+    rng = np.random.default_rng(seed)
+    request = np.sort(rng.integers(0, 400, num_tokens))
+    kind = rng.integers(0, 16, 400)[request]
+    chosen = np.empty((num_tokens, layers, top_k), np.uint16)
+    for layer in range(layers):
+        taste = rng.normal(0, 0.6, experts) + rng.normal(0, 1.0, (16, experts))
+        for first in range(0, num_tokens, 20_000):
+            part = slice(first, first + 20_000)
+            noise = rng.gumbel(size=(len(kind[part]), experts)) * 0.8
+            chosen[part, layer] = np.argpartition(-(noise + taste[kind[part]]), top_k, axis=1)[:, :top_k]
+    return RoutingTrace(
+        num_experts=experts,
+        experts=chosen,
+        request=request.astype(np.int64),
+        position=np.arange(num_tokens, dtype=np.int32),
+        step=np.zeros(num_tokens, np.int64),
+        source_rank=np.full(num_tokens, -1, np.int32),
+        phase=np.zeros(num_tokens, np.uint8),
+    )
+
+
+def timed(work: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def speed() -> list[Row]:
+    """Seconds for 58 x 256 and for its parts; compiled code is warmed up on one layer first."""
+    trace = synthetic_trace(100_000, 58, 256)
+    one = replace(trace, experts=np.ascontiguousarray(trace.experts[:, :2]))
+    build_graph(one)
+    seconds = timed(lambda: build_graph(trace, transitions=False))
+    rows_out: list[Row] = [
+        {"what": "graph, million choices a second", "value": trace.experts.size / seconds / 1e6},
+        {"what": "graph with transitions, s", "value": timed(lambda: build_graph(trace))},
+    ]
+    load = count_load(trace)[0]
+    balance_placement(load[:1], 32, 9)
+    rows_out.append(
+        {"what": "load-only plan 288 slots on 32, ms", "value": 1e3 * timed(lambda: balance_placement(load, 32, 9))}
+    )
+    for spec, rows in (("4x8", 9), ("18x8", 2), ("144x8", 1)):
+        topology = load_topology(spec)
+        plan_placement(one, topology, rows_per_rank=rows)
+        value = timed(lambda topology=topology, rows=rows: plan_placement(trace, topology, rows_per_rank=rows))
+        rows_out.append({"what": f"full plan {spec}, s", "value": value})
+    return rows_out
+
+
+def show(title: str, rows: list[Row]) -> None:
+    table = Table(title=title)
+    for key in rows[0]:
+        table.add_column(key.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=240).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", type=Path, default=Path(__file__).resolve().parents[3] / "shared" / "traces")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="hops,domains,churn,counts,speed")
+    options = parser.parse_args()
+    wanted = options.only.split(",")
+    results: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+    }
+    for name in MODELS:
+        if "hops" in wanted:
+            results[f"hops {name}"] = hops_and_steps(options.traces, name)
+            show(f"{name}: held-out hops, balance, modelled steps", results[f"hops {name}"])
+        if "domains" in wanted:
+            results[f"domains {name}"] = other_domains(options.traces, name)
+            show(f"{name}: judged on workloads that were not fitted on", results[f"domains {name}"])
+    for key, run in (("churn", churn), ("counts", counts_alone)):
+        if key in wanted:
+            results[key] = run(options.traces)
+            show(key, results[key])
+    if "speed" in wanted:
+        results["speed"] = speed()
+        show("speed", results["speed"])
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
