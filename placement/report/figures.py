@@ -16,6 +16,7 @@ from placement.report.numbers import tick_step
 
 GRID, INK = "rgba(128,128,128,0.25)", "#808080"
 COLOURS = {"before": "#9a9a9a", "eplb": "#e08a00", "after": "#2f7ed8", "after_routed_homes": "#12a187"}
+VISITS = {"nodes_visited": "other nodes", "ranks_visited": "other ranks"}
 MIGRATION_COLOUR = "#9b59b6"
 MAX_CELLS, MAX_NAMED_RANKS, MAX_TICKS = 20_000, 8, 20
 COLOUR_BAR = {"orientation": "h", "y": 1.0, "yanchor": "bottom", "thickness": 12, "len": 0.7}
@@ -80,11 +81,13 @@ def rank_load_bars(report: Report) -> go.Figure:
 
 def score_bars(report: Report) -> go.Figure:
     """Other nodes and other ranks visited per token and layer, a bar for each placement."""
+    scores = report.measured.scores
+    known = [visits for visits in VISITS if any(visits in score for score in scores.values())]
     figure = go.Figure()
-    for name, score in report.measured.scores.items():
+    for name, score in scores.items():
         figure.add_bar(
-            x=["other nodes", "other ranks"],
-            y=[score.get("nodes_visited"), score.get("ranks_visited")],
+            x=[VISITS[visits] for visits in known],
+            y=[score.get(visits) for visits in known],
             name=LABELS[name],
             marker_color=COLOURS[name],
             hovertemplate="%{x}: %{y:.3f}<extra>%{fullData.name}</extra>",

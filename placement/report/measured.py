@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from placement.errors import PlacementError
-from placement.topology import first_problem
 
 LABELS = {"before": "before", "eplb": "EPLB", "after": "plan", "after_routed_homes": "plan, routed homes"}
 
@@ -114,7 +113,7 @@ def read_measured(measured: dict[str, Any]) -> Measured:
     try:
         model = _PlanModel.model_validate({"measured": measured}).measured
     except ValidationError as error:
-        raise PlacementError(f"the plan: {first_problem(error)}") from error
+        raise PlacementError(f"the plan: {_first_problem(error)}") from error
     scores = {name: getattr(model, name) for name in LABELS}
     trust = {name: ratio.interval() for name, ratio in (model.trust or {}).items() if ratio is not None}
     return Measured(
@@ -124,6 +123,14 @@ def read_measured(measured: dict[str, Any]) -> Measured:
         trust={name: interval for name, interval in trust.items() if interval is not None},
         says=model.says,
     )
+
+
+def _first_problem(error: ValidationError) -> str:
+    """Without the names of the models above, which no user knows."""
+    problem = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in problem["loc"])
+    what = "Input should be a mapping" if problem["type"] == "model_type" else problem["msg"]
+    return f"key '{key}': {what} (got {str(problem['input'])[:80]!r})"
 
 
 def _is_number(value: Any) -> bool:

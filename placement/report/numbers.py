@@ -17,7 +17,7 @@ def human_bytes(num_bytes: float) -> str:
 
 def percent(share: float) -> str:
     """-25%, -2.5%, 0%: with its sign, and one decimal below ten percent."""
-    text = f"{share:+.0%}" if abs(share) >= 0.1 else f"{share:+.1%}"
+    text = f"{share:+.0%}" if abs(share) >= 0.0995 else f"{share:+.1%}"
     return "0%" if text in ("+0.0%", "-0.0%") else text
 
 

@@ -13,7 +13,7 @@ from placement.report.noun import LiveFigure, Report
 from placement.report.numbers import human_bytes, percent, quantity
 from placement.report.traffic import Traffic
 from placement.report.tree import MAX_DRAWN_RANKS, draw_tree
-from placement.report.words import RATIOS, ROWS, figures_of, row_label
+from placement.report.words import RATIOS, figures_of, row_label
 
 # Tables are whole up to here, and the top of what there is beyond.
 MAX_EXPERTS_IN_FULL, MAX_ROWS = 64, 256
@@ -46,7 +46,7 @@ def scores(report: Report) -> str:
                 "how far the figures can be trusted: below 1 is fewer; an interval with 1 in it is chance", head, ratios
             )
         )
-    if any(figure in score for score in measured.scores.values() for figure in list(ROWS)[:2]):
+    if any(figure in score for score in measured.scores.values() for figure in figures.VISITS):
         parts.append(
             look("Shorter is better: each visit carries a token's hidden state out and back. EPLB balances load alone.")
         )

@@ -10,7 +10,8 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
        padding: 1rem; max-width: 62rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; margin: 0.5rem 0; } h2 { font-size: 1.2rem; margin: 2rem 0 0.3rem; }
 .verdict { font-size: 1.1rem; background: var(--soft); border-left: 4px solid var(--ink); padding: 0.7rem 1rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; margin: 0.5rem 0; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; margin: 0.5rem 0; min-width: min(26rem, 100%); }
 caption { text-align: left; font-size: 0.9rem; padding-bottom: 0.3rem; }
 th, td { padding: 0.25rem 0.8rem; border-bottom: 1px solid var(--line); text-align: right; overflow-wrap: normal; }
 td { white-space: nowrap; } thead th { vertical-align: bottom; }
@@ -25,7 +26,8 @@ figure { margin: 0.8rem 0; } figcaption { font-weight: 600; }
 @media (max-width: 40rem) { body { padding: 0.6rem; } th, td { padding: 0.25rem 0.4rem; font-size: 0.9rem; }
                             .dense th, .dense td { font-size: 0.75rem; } }
 @media print { .scroll { overflow: visible; } .dense { font-size: 0.4rem; } .dense th, .dense td { padding: 0 0.1rem; }
-               .tree { min-width: 0; } section > [role=img], figure, tr { break-inside: avoid; } }
+               .tree { min-width: 0; } [role=img], figure, tr { break-inside: avoid; }
+               h2, summary, caption, .look { break-after: avoid; } }
 """
 
 # A chart in a fold is drawn before it has a width; paper has another width than the screen, and shows every fold.

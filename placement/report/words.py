@@ -21,8 +21,9 @@ NOT_FIGURES = ("num_tokens", "num_requests")
 
 
 def row_label(figure: str) -> str:
-    """A known figure by its name in words, another by its own name: `p99_s` is 'p99 s'."""
-    return ROWS.get(figure, figure.replace("_", " "))
+    """A known figure by its name in words, another by its own name: `p99_s` is 'p99 (s)'."""
+    unit = " (s)" if figure.endswith("_s") else ""
+    return ROWS.get(figure, figure.removesuffix("_s").replace("_", " ") + unit)
 
 
 def figures_of(report: Report) -> list[str]:

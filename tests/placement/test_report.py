@@ -80,7 +80,7 @@ def test_the_page_says_the_verdict_and_what_it_rests_on(plan: Plan) -> None:
     assert "Fitted on 80 tokens of 4 requests; judged on 80 tokens of 4 other requests." in text
     assert "homes are random" in text
     assert "plan over before0.750-25%0.700 to 0.80040" in text
-    assert "p99 s0.125" in text
+    assert "p99 (s)0.125" in text
 
 
 def test_a_plan_that_saves_nothing_is_to_be_left(plan: Plan) -> None:

@@ -88,7 +88,6 @@ def test_figures_of_one_placement_alone_give_no_verdict() -> None:
 @pytest.mark.parametrize(
     ("measured", "key"),
     [
-        ({"after": 3}, "measured.after"),
         ({"after": {"nodes_visited": "many"}}, "measured.after.nodes_visited"),
         ({"before": {"load_max_over_mean": float("nan")}}, "measured.before.load_max_over_mean"),
         ({"before": {"nodes_visited": True}}, "measured.before.nodes_visited"),
@@ -102,6 +101,11 @@ def test_figures_of_one_placement_alone_give_no_verdict() -> None:
 def test_a_wrong_value_under_a_known_key_is_named(measured: dict[str, Any], key: str) -> None:
     with pytest.raises(PlacementError, match=f"key '{key}'"):
         read_measured(measured)
+
+
+def test_a_number_where_figures_should_be_is_no_mapping() -> None:
+    with pytest.raises(PlacementError, match=r"key 'measured\.after': Input should be a mapping \(got '3'\)"):
+        read_measured({"after": 3})
 
 
 @pytest.mark.parametrize("value", [None, {}])
@@ -143,7 +147,7 @@ def test_numbers_are_for_people() -> None:
         "34.5 MB",
         "7 GB",
     ]
-    assert [percent(share) for share in (-0.0, -0.0004, 0.0004, -0.025, 0.25)] == ["0%", "0%", "0%", "-2.5%", "+25%"]
+    assert [percent(share) for share in (-0.0, -0.0004, -0.025, -0.0999, 0.25)] == ["0%", "0%", "-2.5%", "-10%", "+25%"]
     assert quantity(-0.0001, "%") == "0.0 %"
     assert quantity(float("nan"), "1/s") == "not known"
     assert quantity(3_400_000, "bytes") == "3.4 MB"
