@@ -31,8 +31,8 @@ from placement.trace import RoutingTrace
 from placement.trust import Ratio, compare
 
 MOST_SAMPLED, LEAST_SAMPLED = 40_000, 5_000
-SERVICES = 1e9
-SMALL_MODEL = 1_000
+SERVICES, PROPOSAL_OVERHEAD = 1e9, 100
+SMALL_MODEL = 800
 HOME_PREFIX = 64
 BETWEEN = Costs(visit=1.0, balance=0.5)
 INSIDE = Costs(visit=0.03, balance=0.75)
@@ -84,7 +84,7 @@ def _check_current(current: Placement | None, trace: RoutingTrace) -> None:
 
 
 def _size_factor(trace: RoutingTrace) -> float:
-    """1 up to 1,000 experts in all layers, then falling, so that a plan of a large model stays a matter of seconds."""
+    """1 up to 800 experts in all layers, then falling, so that a plan of a large model stays a matter of seconds."""
     return min(1.0, SMALL_MODEL / (trace.num_layers * trace.num_experts))
 
 
@@ -111,8 +111,12 @@ def _settings(
         Stage(tokens=2000, proposals=100 * per_node, hot=0.01, cold=0.001),
         Stage(tokens=sampled, proposals=400_000 * per_node // sampled),
     )
-    touched = 4 * trace.num_layers * trace.top_k / trace.num_experts
-    work = touched * sum(stage.proposals * stage.tokens for stage in between + inside)
+    touched = 4 * trace.top_k / trace.num_experts
+    work = trace.num_layers * sum(
+        nodes * stage.proposals * (touched * stage.tokens / nodes + PROPOSAL_OVERHEAD)
+        for nodes, stages in ((1, between), (topology.num_nodes, inside))
+        for stage in stages
+    )
     scale = min(1.0, effort * SERVICES * _size_factor(trace) / work) * (0.2 if draft else 1.0)
     shorter = [
         tuple(replace(stage, proposals=int(stage.proposals * scale)) for stage in stages)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from placement.cover import masks_of, serve_units
-from placement.refine import Costs, Sample, Stage, _Weights, imbalance, refine, refine_logged
+from placement.refine import Costs, Sample, Stage, refine, refine_logged
+from placement.search import Weights, imbalance
 
 HOPS_ONLY = Costs(visit=1.0, balance=0.0)
 
@@ -121,7 +122,7 @@ def test_ranks_inside_nodes_are_searched_with_nodes_first() -> None:
 
 
 def test_imbalance_is_one_for_level_load_and_grows_with_the_heaviest_and_with_local_homes() -> None:
-    share, square, weights = np.full(4, 0.25), np.full(4, 25.0), _Weights(1.0, 0.0, 1.0, 256.0, 0.0, 0.2)
+    share, square, weights = np.full(4, 0.25), np.full(4, 25.0), Weights(1.0, 0.0, 1.0, 256.0, 0.0, 0.2)
     spread_out = np.vstack([np.full((4, 4), 25.0), np.zeros(4)])
     at_home = np.vstack([np.eye(4) * 100, np.zeros(4)])
     skewed = np.vstack([np.full((4, 4), 25.0) * [2, 1, 1, 1], np.zeros(4)])
