@@ -9,6 +9,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from workers import peers
+
 TIMEOUT_S = 180
 
 
@@ -39,6 +43,21 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> 
             process.join(timeout=10 if len(results) == num_ranks else 0)
             process.kill()
     return [results[rank] for rank in range(num_ranks)]
+
+
+def meet(rank: int, mail: Any) -> peers.Peers:
+    """The process groups of all ranks, on loopback."""
+    torch.set_num_threads(1)
+    num_ranks = len(mail)
+    store = None
+    if rank == 0:
+        store = peers.open_store(host=peers.LOOPBACK, num_ranks=num_ranks, timeout_s=60)
+        meeting = peers.Rendezvous(host=peers.LOOPBACK, port=store.port, interface="lo")
+        for box in mail[1:]:
+            box.put(meeting)
+    else:
+        meeting = mail[rank].get(timeout=60)
+    return peers.join(meeting, rank=rank, num_ranks=num_ranks, device=torch.device("cpu"), timeout_s=60, store=store)
 
 
 def _run(function: Callable[..., Any], rank: int, mail: Any, answers: Any, arguments: tuple[Any, ...]) -> None:

@@ -17,7 +17,7 @@ from transformers import (
 
 from placement.core import Placement
 from placement.topology import load_topology
-from tests.workers.ranks import run_ranks
+from tests.workers.ranks import meet, run_ranks
 from workers import peers
 from workers.parallel_model import ParallelModel
 from workers.recorder import Recorder, RecorderOptions
@@ -59,15 +59,7 @@ TABLE = [[0, 1, 2, 3, 4, 5, 0, 3, -1]]
 
 def compare_with_the_plain_model(rank: int, mail: Any) -> dict[str, float]:
     """The largest difference of logits, by architecture. Batches are uneven, and the last rank has no tokens."""
-    torch.set_num_threads(1)
-    if rank == 0:
-        store = peers.open_store(host="127.0.0.1", num_ranks=3, timeout_s=60)
-        meeting = peers.Rendezvous(host="127.0.0.1", port=store.port, interface="lo")
-        for box in mail[1:]:
-            box.put(meeting)
-    else:
-        store, meeting = None, mail[rank].get(timeout=60)
-    groups = peers.join(meeting, rank=rank, num_ranks=3, device=torch.device("cpu"), timeout_s=60, store=store)
+    groups = meet(rank, mail)
     found = {name: _difference(rank, groups, name) for name in CONFIGS}
     peers.leave()
     return found

@@ -16,7 +16,7 @@ from placement.migration import plan_migration
 from placement.topology import load_topology
 from placement.trace import load_trace
 from tests.workers.ranks import run_ranks
-from workers.events import CANCELLED, FINISHED
+from workers.events import CANCELLED, FAILED, FINISHED
 from workers.loading import load_model
 from workers.options import WorkerOptions
 from workers.recorder import RecorderOptions
@@ -60,6 +60,7 @@ def serve(rank: int, mail: Any, folder: str) -> dict[str, Any]:
         seen["answers"] = _answers(worker, [str(10 * rank + index) for index in range(3)])
         seen["refusals"] = _refusals(worker)
         seen["cancelled"] = _cancelled(worker)
+        seen["failed"] = _failed(worker) if rank == 1 else _answers(worker, ["beside"])
     _meet(mail, rank)
     seen["early"] = _migrate(worker, rank, mail, NEXT, commit=False)
     worker.submit(_request("held", PROMPT, NEW, stream=True))
@@ -132,6 +133,21 @@ def _cancelled(worker: ExpertWorker) -> tuple[Any, Any]:
     first = _collect(worker, {"again"})["again"]
     worker.submit(_request("again", PROMPT, NEW))
     return first, _collect(worker, {"again"})["again"]
+
+
+def _failed(worker: ExpertWorker) -> tuple[Any, Any]:
+    """A forward that breaks in the fourth layer, once; then the same request again."""
+    attention = worker._parallel.model.model.layers[3].self_attn
+
+    def break_once(module: Any, inputs: Any) -> None:
+        hook.remove()
+        raise RuntimeError("the fourth layer broke")
+
+    hook = attention.register_forward_pre_hook(break_once)
+    worker.submit(_request("broken", PROMPT, NEW))
+    first = _collect(worker, {"broken"})["broken"]
+    worker.submit(_request("broken", PROMPT, NEW))
+    return first, _collect(worker, {"broken"})["broken"]
 
 
 def _migrate(worker: ExpertWorker, rank: int, mail: Any, target: Placement, *, commit: bool) -> dict[str, Any]:
@@ -221,6 +237,15 @@ def test_a_cancelled_request_ends_and_its_id_can_be_used_again(
     first, second = seen[1]["cancelled"]
     assert first[:2] == ([], CANCELLED)
     assert second[:2] == (plain[0], FINISHED)
+
+
+def test_a_step_that_breaks_on_one_rank_fails_its_requests_and_no_others(
+    seen: list[dict[str, Any]], plain: dict[int, list[int]]
+) -> None:
+    first, second = seen[1]["failed"]
+    assert first[:2] == ([], FAILED)
+    assert second[:2] == (plain[0], FINISHED)
+    assert seen[0]["failed"]["beside"][:2] == (plain[0], FINISHED)
 
 
 def test_an_epoch_whose_experts_are_not_here_is_refused(seen: list[dict[str, Any]]) -> None:
