@@ -187,12 +187,20 @@ class PlacementService:
 
 
 def gate(measured: dict[str, Any], min_gain: float) -> str | None:
-    """Why a plan is not worth enacting, from its held-out figures, or None if it is."""
-    before, after = measured["before"]["nodes_visited"], measured["after"]["nodes_visited"]
-    gain = 1 - after / before if before > 0 else 0.0
+    """Why a plan is not worth enacting, from its held-out figures, or None if it is.
+
+    It must save min_gain of the other-node visits, and the 95% interval over requests must leave no doubt of a gain.
+    """
+    visits = measured["trust"]["after_over_before"]
+    gain = 1 - visits["ratio"]
     if gain < min_gain:
         return (
             f"it would save {gain:.1%} of other-node visits on held-out requests; at least {min_gain:.1%} is asked for"
+        )
+    if not visits["holds"]:
+        return (
+            f"it would save {gain:.1%} of other-node visits, but {visits['num_requests']} held-out requests leave room for "
+            f"no gain at all (95% interval {1 - visits['high']:.1%} to {1 - visits['low']:.1%}); record more traffic"
         )
     return None
 

@@ -210,17 +210,26 @@ def test_a_plan_that_does_not_pay_is_left(folder: Path) -> None:
     assert service.current.placement.epoch == 0
 
 
+def _measured(ratio: float, high: float) -> dict[str, Any]:
+    visits = {"ratio": ratio, "low": ratio - 0.05, "high": high, "num_requests": 40, "holds": high < 1}
+    return {"trust": {"after_over_before": visits}}
+
+
 def test_the_gate_says_what_it_compares() -> None:
-    measured = {"before": {"nodes_visited": 2.0}, "after": {"nodes_visited": 1.9}}
-    assert gate(measured, 0.04) is None
-    reason = gate(measured, 0.06)
+    assert gate(_measured(0.95, 0.97), 0.04) is None
+    reason = gate(_measured(0.95, 0.97), 0.06)
     assert reason is not None
     assert "save 5.0%" in reason
 
 
+def test_a_gain_that_may_be_chance_is_not_enacted() -> None:
+    reason = gate(_measured(0.95, 1.01), 0.04)
+    assert reason is not None
+    assert "40 held-out requests leave room for no gain" in reason
+
+
 def test_nothing_to_save_is_not_worth_a_move() -> None:
-    measured = {"before": {"nodes_visited": 0.0}, "after": {"nodes_visited": 0.0}}
-    assert gate(measured, 0.01) is not None
+    assert gate(_measured(1.0, 1.0), 0.01) is not None
 
 
 def test_a_cluster_that_has_served_nothing_can_not_be_rebalanced(tmp_path: Path) -> None:
