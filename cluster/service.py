@@ -198,9 +198,10 @@ def gate(measured: dict[str, Any], min_gain: float) -> str | None:
             f"it would save {gain:.1%} of other-node visits on held-out requests; at least {min_gain:.1%} is asked for"
         )
     if not visits["holds"]:
+        low, high = 1 - visits["high"], 1 - visits["low"]
         return (
-            f"it would save {gain:.1%} of other-node visits, but {visits['num_requests']} held-out requests leave room for "
-            f"no gain at all (95% interval {1 - visits['high']:.1%} to {1 - visits['low']:.1%}); record more traffic"
+            f"it would save {gain:.1%} of other-node visits, but {visits['num_requests']} held-out requests leave room "
+            f"for no gain at all (95% interval {low:.1%} to {high:.1%}); record more traffic"
         )
     return None
 
