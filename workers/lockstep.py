@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchProcessor,
     OutputRouter,
 )
+from transformers.generation.continuous_batching.utils import stream_context
 
 from placement.errors import ExchangeError
 
@@ -85,8 +86,13 @@ class LockstepManager(ContinuousBatchingManager):
         elif has_work:
             self._step(batch_processor)
         else:
-            self._hooks.join_step()
+            self._join(batch_processor)
         return True
+
+    def _join(self, batch_processor: ContinuousBatchProcessor) -> None:
+        # On the stream of the forward passes, so that slots are not overwritten while another stream reads them.
+        with stream_context(batch_processor.inputs_and_outputs.compute_stream):
+            self._hooks.join_step()
 
     def _step(self, batch_processor: ContinuousBatchProcessor) -> None:
         io = batch_processor.inputs_and_outputs
@@ -96,7 +102,7 @@ class LockstepManager(ContinuousBatchingManager):
             self._generation_step()
         except (RuntimeError, ValueError, LookupError) as error:
             # The batch is lost but the other ranks are in the middle of the step: walk through its layers with them.
-            self._hooks.join_step()
+            self._join(batch_processor)
             batch_processor.handle_batch_error(error)
             return
         self._hooks.end_step()

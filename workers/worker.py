@@ -124,6 +124,7 @@ class ExpertWorker:
             use_async_batching=False,
             use_cuda_graph=False,
             allow_block_sharing=False,
+            auto_switch_to_flash=False,
         )
         self._manager = LockstepManager(
             model, generation, batching, control=groups.control, hooks=self, router=self._router
