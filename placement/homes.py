@@ -24,6 +24,7 @@ from placement.trace import RoutingTrace
 DEFAULT_SLACK = 1.0
 PRICE_ROUNDS = 300
 MOST_EXACT_UNITS = 16
+MOST_FEATURES = 4096
 
 
 @nb.njit(cache=True, nogil=True)
@@ -206,14 +207,15 @@ def homes_per_token(
 def cluster_requests(trace: RoutingTrace, share: NDArray[np.float64], seed: int = 0) -> NDArray[np.int64]:
     """Tell requests apart by the experts they use: a unit [Q] for each request (ascending ids), loads by share [U].
 
-    k-means on the square roots of usage frequencies [L * E] (the Hellinger distance), with sizes held by
-    `assign_under_limit`. Before any placement exists, these are the homes that a placement is made for.
+    k-means on the square roots of usage frequencies (the Hellinger distance), in every n-th layer of a large model,
+    with sizes held by `assign_under_limit`: the homes to plan for before any placement exists.
     """
     requests, owner = np.unique(trace.request, return_inverse=True)
-    usage = np.zeros((len(requests), trace.num_layers, trace.num_experts))
-    for layer in range(trace.num_layers):
+    layers = range(0, trace.num_layers, -(-trace.num_layers * trace.num_experts // MOST_FEATURES))
+    usage = np.zeros((len(requests), len(layers), trace.num_experts))
+    for place, layer in enumerate(layers):
         flat = owner[:, None] * trace.num_experts + trace.experts[:, layer]
-        usage[:, layer] = np.bincount(flat.ravel(), minlength=usage[:, layer].size).reshape(usage[:, layer].shape)
+        usage[:, place] = np.bincount(flat.ravel(), minlength=usage[:, place].size).reshape(usage[:, place].shape)
     tokens = np.bincount(owner).astype(np.float64)
     point = np.sqrt(usage.reshape(len(requests), -1) / tokens[:, None] / trace.top_k)
     limit = share_limits(float(tokens.sum()), share, 1.05, float(tokens.max()))

@@ -32,7 +32,7 @@ from placement.trust import Ratio, compare
 
 MOST_SAMPLED, LEAST_SAMPLED = 40_000, 5_000
 SERVICES, PROPOSAL_OVERHEAD = 1e9, 100
-SMALL_MODEL = 800
+SMALL_MODEL = 768
 HOME_PREFIX = 64
 BETWEEN = Costs(visit=1.0, balance=0.5)
 INSIDE = Costs(visit=0.03, balance=0.75)
@@ -84,7 +84,7 @@ def _check_current(current: Placement | None, trace: RoutingTrace) -> None:
 
 
 def _size_factor(trace: RoutingTrace) -> float:
-    """1 up to 800 experts in all layers, then falling, so that a plan of a large model stays a matter of seconds."""
+    """1 up to 768 experts in all layers, then falling, so that a plan of a large model stays a matter of seconds."""
     return min(1.0, SMALL_MODEL / (trace.num_layers * trace.num_experts))
 
 
