@@ -29,9 +29,10 @@ class ModelShape:
 
 
 def device_of(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """The device of a name; 'auto' is this process's GPU where it has one. A GPU is named with its index."""
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu" if name == "auto" else name)
 
 
 def load_model(options: WorkerOptions, device: torch.device) -> PreTrainedModel:
