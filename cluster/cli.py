@@ -5,20 +5,17 @@ Each command imports what it needs when it runs, so that `moetis --help` and the
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from cluster.terminal import LOG, OUT
+from cluster.cli_offline import JsonOption, offline_commands
+from cluster.terminal import LOG, OUT, show_result, working
 from placement.errors import InputError, MoetisError
 
 app = typer.Typer(
@@ -30,151 +27,9 @@ app = typer.Typer(
     "Start with [bold]moetis demo[/bold]: the whole loop on a small real model, in about a minute.",
 )
 
-TraceArgument = Annotated[str, typer.Argument(metavar="TRACE", help="A folder of trace segments, or an .npz file.")]
-PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file, as `moetis plan` writes it.")]
-OutOption = Annotated[str, typer.Option("--out", metavar="FILE", help="Where to write the result.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-SeedOption = Annotated[int, typer.Option(help="The same input and seed give the same result.")]
+app.add_typer(offline_commands)
+
 ConfigOption = Annotated[str, typer.Option("--config", metavar="FILE", help="The cluster's YAML file.")]
-
-
-class Baseline(StrEnum):
-    EPLB = "eplb"
-    LINEAR = "linear"
-    RANDOM = "random"
-
-
-class JudgedOn(StrEnum):
-    HELD_OUT = "held-out"
-    ALL = "all"
-
-
-@app.command()
-def plan(
-    trace: TraceArgument,
-    topology: Annotated[str, typer.Option(help="A topology file, or NODESxGPUS such as 4x2.")],
-    slots_per_rank: Annotated[int, typer.Option(min=1, help="Expert slots per layer on each GPU.")],
-    out: OutOption,
-    current: Annotated[str | None, typer.Option(metavar="PLAN", help="The plan in force: little is moved.")] = None,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
-) -> None:
-    """Plan a placement from a routing trace: fitted on the even requests, judged on the odd ones.
-
-    [dim]moetis plan trace/ --topology 4x2 --slots-per-rank 5 --out plan.json[/dim]
-    """
-    from cluster import offline, views
-    from placement.plan import make_plan
-    from placement.planfile import load_plan, plan_to_json
-    from placement.topology import load_topology
-    from placement.trace import load_trace
-
-    path = offline.output_path(out)
-    tree = load_topology(topology)
-    present = load_plan(current) if current is not None else None
-    offline.check_current(present, slots_per_rank, tree.num_ranks)
-    with _working("reading the trace"):
-        routing = load_trace(trace)
-    with _working("planning"):
-        made = make_plan(
-            routing,
-            tree,
-            rows_per_rank=slots_per_rank,
-            current=present.placement if present is not None else None,
-            seed=seed,
-        )
-    offline.write_result(path, plan_to_json(made).encode())
-    LOG.print(f"wrote {path}")
-    _show(as_json, {"plan": str(path), **made.measured}, lambda: OUT.print(views.plan_table(made)))
-
-
-@app.command()
-def evaluate(
-    plan: PlanArgument,
-    trace: TraceArgument,
-    baseline: Annotated[
-        list[Baseline] | None, typer.Option(help="Also score this; can be given several times.")
-    ] = None,
-    on: Annotated[JudgedOn, typer.Option(help="Judge on the odd requests, or on all.")] = JudgedOn.HELD_OUT,
-    homes: Annotated[
-        str, typer.Option(help="'recorded' (random where unknown), 'random', or a file from `moetis homes`.")
-    ] = "recorded",
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
-) -> None:
-    """Score a plan by replaying a trace through it, beside baselines at the same number of slots.
-
-    [dim]moetis evaluate plan.json trace/ --baseline eplb --json[/dim]
-    """
-    from cluster import offline, views
-    from placement.planfile import load_plan
-    from placement.trace import load_trace
-
-    made = load_plan(plan)
-    with _working("reading the trace"):
-        routing = load_trace(trace)
-    with _working("replaying"):
-        names = [str(name) for name in baseline or []]
-        found = offline.compare(made, routing, names=names, on=str(on), homes=homes, seed=seed)
-    _show(as_json, found.to_dict(), lambda: OUT.print(views.comparison_table(found)))
-
-
-@app.command()
-def homes(
-    plan: PlanArgument,
-    trace: TraceArgument,
-    out: OutOption,
-    prefix: Annotated[int, typer.Option(min=1, help="How many of a request's first tokens may be looked at.")] = 64,
-    as_json: JsonOption = False,
-) -> None:
-    """Choose the home rank of each request from its first tokens alone; writes a .npy in ascending request order.
-
-    [dim]moetis homes plan.json trace/ --prefix 64 --out homes.npy[/dim]
-    """
-    import numpy as np
-
-    from cluster import offline
-    from placement.planfile import load_plan
-    from placement.trace import load_trace
-
-    path = offline.output_path(out)
-    made = load_plan(plan)
-    with _working("reading the trace"):
-        routing = load_trace(trace)
-    requests, ranks, data = offline.homes_file(made, routing, prefix)
-    offline.write_result(path, data)
-    LOG.print(f"wrote {path}")
-    counts = np.bincount(ranks, minlength=made.placement.num_ranks).tolist()
-    result = {"homes": str(path), "requests": len(requests), "requests_per_rank": counts}
-    _show(as_json, result, lambda: OUT.print(f"{len(requests)} requests; per rank: {counts}"))
-
-
-@app.command()
-def report(
-    plan: PlanArgument,
-    trace: TraceArgument,
-    out: OutOption,
-    current: Annotated[str | None, typer.Option(metavar="PLAN", help="The plan that it would replace.")] = None,
-) -> None:
-    """Write a self-contained HTML report on a plan: what it gains, what it moves, and on what evidence.
-
-    [dim]moetis report plan.json trace/ --out report.html[/dim]
-    """
-    from placement.report import make_report, render_html
-
-    from cluster import offline
-    from placement.planfile import load_plan
-    from placement.trace import load_trace
-
-    path = offline.output_path(out)
-    made = load_plan(plan)
-    present = load_plan(current).placement if current is not None else None
-    with _working("reading the trace"):
-        routing = load_trace(trace)
-    with _working("drawing"):
-        page = render_html(make_report(made, routing, before=present))
-    offline.write_result(path, page.encode())
-    OUT.print(str(path), soft_wrap=True)
 
 
 @app.command()
@@ -198,7 +53,7 @@ def demo(
     result = demo_run.run_demo(config, source, num_prompts=num_prompts, max_new_tokens=max_new_tokens)
     page = demo_view.write_report(result, folder)
     figures = demo_view.to_dict(result) | {"report": str(page)}
-    _show(as_json, figures, lambda: demo_view.print_result(result, page, OUT))
+    show_result(as_json, figures, lambda: demo_view.print_result(result, page, OUT))
     if not result.ok:
         LOG.print(f"[bold red]the demo failed:[/bold red] {demo_view.why_not(result)}")
         raise typer.Exit(1)
@@ -230,24 +85,11 @@ def rebalance(config: ConfigOption, as_json: JsonOption = False) -> None:
     from cluster.config import load_config
     from cluster.rebalance import run_rebalance
 
-    with _working("rebalancing"):
+    with working("rebalancing"):
         result = run_rebalance(load_config(config))
-    _show(as_json, views.rebalance_to_dict(result), lambda: OUT.print(views.rebalance_table(result)))
+    show_result(as_json, views.rebalance_to_dict(result), lambda: OUT.print(views.rebalance_table(result)))
     if result.decision == "aborted":
         raise MoetisError(f"the migration was aborted, the old epoch serves: {result.reason}")
-
-
-def _show(as_json: bool, figures: dict[str, Any], show: Callable[[], None]) -> None:
-    if as_json:
-        sys.stdout.write(json.dumps(figures) + "\n")
-    else:
-        show()
-
-
-@contextmanager
-def _working(what: str) -> Iterator[None]:
-    with LOG.status(f"{what} ..."):
-        yield
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""The commands that need no cluster: plan, evaluate, homes, report. Files in, files and numbers out."""
+"""What the commands that need no cluster do: files in, files and numbers out."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from placement.baselines import eplb_placement, linear_placement, random_placement
 from placement.core import Placement
+from placement.counts import Counts, score_counts
+from placement.curve import CurvePoint, fewest_rows
 from placement.errors import ConfigError, PlacementError, TraceError
 from placement.evaluate import Score, check_fit, evaluate
 from placement.files import write_whole
@@ -81,7 +83,10 @@ def compare(plan: Plan, trace: RoutingTrace, *, names: list[str], on: str, homes
     check_fit(plan.placement, plan.topology, trace)
     fit, judged = trace.split_by_request() if on == HELD_OUT else (trace, trace)
     home = _homes(homes, trace, judged, plan.topology.num_ranks, seed)
-    scores = {name: evaluate(_baseline(name, fit, plan.placement, seed), plan.topology, judged, home) for name in names}
+    load = count_load(fit)[0]
+    scores = {
+        name: evaluate(_baseline(name, load, plan.placement, seed), plan.topology, judged, home) for name in names
+    }
     return Comparison(
         judged_on=f"{judged.num_tokens} tokens of {judged.num_requests} {on} requests",
         homes="random (the trace records none)" if homes == "recorded" and judged.source_rank.min() < 0 else homes,
@@ -90,10 +95,50 @@ def compare(plan: Plan, trace: RoutingTrace, *, names: list[str], on: str, homes
     )
 
 
-def _baseline(name: str, fit: RoutingTrace, like: Placement, seed: int) -> Placement:
+def refuse_with_counts(*, on: object, homes: object) -> None:
+    """Raises ConfigError where an option that needs tokens is given with counts alone."""
+    for option, value in (("--on", on), ("--homes", homes)):
+        if value is not None:
+            raise ConfigError(f"{option} {value}: counts alone know neither requests nor homes; leave it out")
+
+
+def compare_counts(plan: Plan, counts: Counts, *, names: list[str], seed: int) -> dict[str, Any]:
+    """Load max/mean of a plan and of the named baselines, which are fitted on these very counts."""
+    mine = score_counts(plan.placement, plan.topology, counts)
+    scores = {
+        name: score_counts(_baseline(name, counts.load, plan.placement, seed), plan.topology, counts) for name in names
+    }
+    ratio = {
+        name: {figure: _ratio(mine[figure], value) for figure, value in score.items()} for name, score in scores.items()
+    }
+    return {"judged_on": counts.source, "plan": mine, "baselines": scores, "plan_over_baseline": ratio}
+
+
+def share_of(text: str, option: str) -> float:
+    """A share from '30%' or '0.3'. Raises ConfigError where it is none, or not between 0 and 1."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 < share < 1:
+        raise ConfigError(f"{option} '{text}': write a share above 0% and below 100%, such as 30%")
+    return share
+
+
+def slots_result(curve: list[CurvePoint], num_experts: int, goal: float | None) -> dict[str, Any]:
+    """The curve, and where there is a goal the first point that reaches it (None where none does)."""
+    points = [point.to_dict() | {"times_experts": point.num_slots / num_experts} for point in curve]
+    if goal is None:
+        return {"curve": points}
+    rows = fewest_rows(curve, goal)
+    fewest = next((point for point in points if point["rows_per_rank"] == rows), None)
+    return {"curve": points, "goal": goal, "fewest": fewest}
+
+
+def _baseline(name: str, load: NDArray[Any], like: Placement, seed: int) -> Placement:
     shape = (like.num_ranks, like.rows_per_rank)
     if name == "eplb":
-        return eplb_placement(count_load(fit)[0], *shape)
+        return eplb_placement(load, *shape)
     if name == "linear":
         return linear_placement(like.num_layers, like.num_experts, *shape)
     return random_placement(like.num_layers, like.num_experts, *shape, seed)

@@ -20,12 +20,14 @@ ROWS = (
 
 
 def score_table(title: str, columns: dict[str, dict[str, Any]]) -> Table:
-    """One row a figure, one column a placement."""
+    """One row a figure that all have, one column a placement."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for name in columns:
         table.add_column(name, justify="right")
     for figure, label in ROWS:
+        if any(figure not in score for score in columns.values()):
+            continue
         table.add_row(label, *(f"{score[figure]:.3f}" for score in columns.values()))
     return table
 
@@ -44,6 +46,54 @@ def plan_table(plan: Plan) -> Table:
 def comparison_table(found: Comparison) -> Table:
     columns = {"plan": found.plan.to_dict()} | {name: score.to_dict() for name, score in found.baselines.items()}
     return score_table(f"judged on {found.judged_on}, homes: {found.homes}", columns)
+
+
+def counts_plan_table(plan: Plan) -> Table:
+    measured = plan.measured
+    counts = measured["counts"]
+    without = counts["layers_without_load"]
+    kept = f"; {without} without load keep the linear placement" if without else ""
+    names = {"before": "before", "eplb": "EPLB", "after": "plan"}
+    table = score_table(
+        f"fitted and judged on {counts['source']}: {counts['layers']} layers{kept}",
+        {label: measured[key] for key, label in names.items()},
+    )
+    table.caption, table.caption_justify = measured["says"], "left"
+    return table
+
+
+def counts_table(found: dict[str, Any]) -> Table:
+    table = score_table(f"judged on {found['judged_on']}", {"plan": found["plan"]} | found["baselines"])
+    if found["baselines"]:
+        table.caption, table.caption_justify = "baselines are fitted on these very counts", "left"
+    return table
+
+
+def slots_table(found: dict[str, Any]) -> Table:
+    table = Table(title="held-out requests, homes as recorded or random", title_justify="left", caption_justify="left")
+    for name in ("slots", "x experts", "per GPU", "other nodes visited", "saved", "load max/mean"):
+        table.add_column(name, justify="right")
+    for point in found["curve"]:
+        table.add_row(
+            str(point["num_slots"]),
+            f"{point['times_experts']:.2f}",
+            str(point["rows_per_rank"]),
+            f"{point['nodes_visited']:.3f}",
+            f"{point['saved']:.0%}",
+            f"{point['load_max_over_mean']:.3f}",
+        )
+    if "goal" in found:
+        table.caption = _goal_words(found["goal"], found["fewest"], found["curve"][-1])
+    return table
+
+
+def _goal_words(goal: float, fewest: dict[str, Any] | None, last: dict[str, Any]) -> str:
+    if fewest is None:
+        return f"no point saves {goal:.0%}; the last saves {last['saved']:.0%}: try a larger --to"
+    return (
+        f"{goal:.0%} less traffic: {fewest['num_slots']} slots, {fewest['rows_per_rank']} per GPU "
+        f"(saves {fewest['saved']:.0%})"
+    )
 
 
 def rebalance_to_dict(result: RebalanceResult) -> dict[str, Any]:

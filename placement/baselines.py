@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,7 +59,7 @@ def _random_layer(num_experts: int, num_ranks: int, rows_per_rank: int, rng: np.
     return np.array(rows, np.int32).reshape(-1)
 
 
-def eplb_placement(load: NDArray[np.int64], num_ranks: int, rows_per_rank: int) -> Placement:
+def eplb_placement(load: NDArray[Any], num_ranks: int, rows_per_rank: int) -> Placement:
     """DeepSeek EPLB's global policy (github.com/deepseek-ai/EPLB, `num_groups` not divisible), from its description.
 
     load [L, E]. Each spare slot goes to the expert with the highest load per copy; then copies are packed, heaviest
@@ -71,7 +73,7 @@ def eplb_placement(load: NDArray[np.int64], num_ranks: int, rows_per_rank: int) 
     )
 
 
-def balance_placement(load: NDArray[np.int64], num_ranks: int, rows_per_rank: int) -> Placement:
+def balance_placement(load: NDArray[Any], num_ranks: int, rows_per_rank: int) -> Placement:
     """The best balance from loads alone: EPLB's greedy, then swaps with the heaviest rank while they lower it.
 
     load [L, E], counts or rates. Knows nothing of hops; for models of which only counts are known.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 from placement.errors import ConfigError
 from placement.evaluate import evaluate
@@ -27,32 +31,49 @@ class CurvePoint:
         return asdict(self)
 
 
+def rows_between(topology: Topology, num_experts: int, first: float, last: float, most_points: int) -> list[int]:
+    """Rows per rank from first to last times as many slots as experts, evenly spread, at most most_points of them.
+
+    Both ends are rounded up to whole rows. Raises ConfigError where they make no range, or leave an expert no slot.
+    """
+    if not 1 <= first <= last < math.inf:
+        raise ConfigError(f"slots go from 1 x experts upwards; got from {first:g} to {last:g}")
+    if most_points < 2:
+        raise ConfigError(f"the slots curve needs 2 points or more, got {most_points}")
+    least, most = (math.ceil(factor * num_experts / topology.num_ranks - 1e-9) for factor in (first, last))
+    if most > num_experts:
+        raise ConfigError(
+            f"{last:g} x {num_experts} experts on {topology.num_ranks} ranks are {most} slots per rank, "
+            f"but no expert may lie twice on a rank; give at most {topology.num_ranks}"
+        )
+    points = np.linspace(least, most, min(most_points, most - least + 1))
+    return sorted({round(point) for point in points.tolist()})
+
+
 def slots_curve(
     trace: RoutingTrace, topology: Topology, rows: list[int], *, seed: int = 0, effort: float = 0.3
-) -> list[CurvePoint]:
+) -> Iterator[CurvePoint]:
     """Fit a plan for each number of rows per rank on one part of the requests, judge it on the other.
 
-    rows ascending; savings are counted from the first. Raises ConfigError for no rows, else as `plan_placement`.
+    rows ascending; savings are counted from the first. One point at a time, since each takes a plan. Raises ConfigError
+    for no rows, else as `plan_placement`, when the first point is asked for.
     """
     if not rows:
         raise ConfigError("the slots curve needs at least one number of rows per rank")
     fit, held_out = trace.split_by_request()
     homes = homes_of(held_out, topology.num_ranks, seed)
-    points: list[CurvePoint] = []
+    first: float | None = None
     for rows_per_rank in rows:
         placement = plan_placement(fit, topology, rows_per_rank=rows_per_rank, seed=seed, effort=effort)
         score = evaluate(placement, topology, held_out, homes)
-        first = points[0].nodes_visited if points else score.nodes_visited
-        points.append(
-            CurvePoint(
-                rows_per_rank=rows_per_rank,
-                num_slots=rows_per_rank * topology.num_ranks,
-                nodes_visited=score.nodes_visited,
-                load_max_over_mean=score.load_max_over_mean,
-                saved=1 - score.nodes_visited / first if first > 0 else 0.0,
-            )
+        first = score.nodes_visited if first is None else first
+        yield CurvePoint(
+            rows_per_rank=rows_per_rank,
+            num_slots=rows_per_rank * topology.num_ranks,
+            nodes_visited=score.nodes_visited,
+            load_max_over_mean=score.load_max_over_mean,
+            saved=1 - score.nodes_visited / first if first > 0 else 0.0,
         )
-    return points
 
 
 def fewest_rows(curve: list[CurvePoint], saving: float) -> int | None:

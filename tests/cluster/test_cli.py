@@ -11,35 +11,7 @@ import numpy as np
 import pytest
 
 from placement.planfile import load_plan
-
-ROOT = Path(__file__).parents[2]
-
-
-def moetis(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cluster", *arguments],
-        cwd=cwd or ROOT,
-        env=None,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def _write_trace(path: Path, layers: int = 2, experts: int = 8, requests: int = 12) -> Path:
-    """Requests of two kinds, each with its own half of the experts."""
-    rng = np.random.default_rng(0)
-    request = np.repeat(np.arange(requests), 30)
-    pick = rng.random((len(request), layers, experts // 2)).argsort(axis=2)[:, :, :2]
-    np.savez(
-        path,
-        experts=(2 * pick + (request // 2 % 2)[:, None, None]).astype(np.uint8),
-        request=request.astype(np.int32),
-        position=np.tile(np.arange(30), requests).astype(np.int32),
-        num_experts=np.int64(experts),
-    )
-    return path
+from tests.cluster.running_cli import ROOT, moetis, write_trace
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trace(folder: Path) -> Path:
-    return _write_trace(folder / "trace.npz")
+    return write_trace(folder / "trace.npz")
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +90,12 @@ def test_report_writes_a_page(plan: Path, trace: Path, folder: Path) -> None:
 
 
 def test_help_names_every_command_and_starts_no_ray() -> None:
-    code = "import sys; from cluster.cli import app; print(sorted(m for m in ('ray', 'torch') if m in sys.modules))"
+    heavy = ("ray", "torch", "plotly")
+    code = f"import sys; from cluster.cli import app; print(sorted(m for m in {heavy} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     text = moetis("--help").stdout
-    for name in ("plan", "evaluate", "homes", "report", "demo", "serve", "rebalance"):
+    for name in ("plan", "slots", "evaluate", "homes", "report", "demo", "serve", "rebalance"):
         assert name in text
 
 
@@ -131,8 +104,13 @@ def _bad(folder: Path) -> dict[str, tuple[list[str], str]]:
     (folder / "empty.npz").write_bytes(b"")
     (folder / "text.json").write_text("nonsense")
     (folder / "bad.yaml").write_text("name: x\nlevels: 3\nfanout: [1]\n")
-    _write_trace(folder / "model.npz", layers=3)
-    _write_trace(folder / "one.npz", requests=1)
+    write_trace(folder / "model.npz", layers=3)
+    write_trace(folder / "one.npz", requests=1)
+    np.savez(folder / "other_keys.npz", monday=np.ones((2, 8)))
+    np.savez(folder / "wrong.npz", counts=np.array([[1.0, np.nan]]), flat=np.ones(3))
+    np.savez(folder / "zero.npz", counts=np.zeros((2, 8)))
+    np.savez(folder / "words.npz", counts=np.array([["a", "b"]]))
+    np.savez(folder / "small.npz", counts=np.ones((2, 4)))
     np.save(folder / "short.npy", np.zeros(3, np.int32))
     (folder / "nothing").mkdir(exist_ok=True)
     out = ["--out", str(folder / "never")]
@@ -159,6 +137,21 @@ def _bad(folder: Path) -> dict[str, tuple[list[str], str]]:
         "homes": (["evaluate", "{plan}", "{trace}", "--homes", str(folder / "short.npy")], "has 3 requests"),
         "prefix": (["homes", "{plan}", "{trace}", "--prefix", "0", *out], "--prefix"),
         "report": (["report", "{plan}", str(folder / "model.npz"), *out], "another model"),
+        "counts missing": (["plan", str(folder / "other_keys.npz"), *plan[2:], *out], "name one of its keys"),
+        "counts key": (["plan", str(folder / "wrong.npz"), *plan[2:], "--counts-key", "x", *out], "found counts, flat"),
+        "counts shape": (["plan", str(folder / "wrong.npz"), *plan[2:], "--counts-key", "flat", *out], "got (3,)"),
+        "counts value": (["plan", str(folder / "wrong.npz"), *plan[2:], *out], "layer 0, expert 1 has a count of nan"),
+        "counts zero": (["plan", str(folder / "zero.npz"), *plan[2:], *out], "every count is 0"),
+        "counts folder": (["plan", str(folder / "nothing"), *plan[2:], "--counts-key", "x", *out], "from an .npz file"),
+        "counts words": (["plan", str(folder / "words.npz"), *plan[2:], *out], "must hold numbers"),
+        "counts other": (["evaluate", "{plan}", str(folder / "small.npz")], "another model"),
+        "counts homes": (["evaluate", "{plan}", str(folder / "small.npz"), "--homes", "random"], "leave it out"),
+        "goal": (["slots", "{trace}", "--topology", "2x2", "--goal", "much"], "--goal 'much'"),
+        "goal of all": (["slots", "{trace}", "--topology", "2x2", "--goal", "100%"], "below 100%"),
+        "range": (["slots", "{trace}", "--topology", "2x2", "--from", "2", "--to", "1"], "from 2 to 1"),
+        "range below": (["slots", "{trace}", "--topology", "2x2", "--from", "0.5"], "from 0.5 to 2"),
+        "range above": (["slots", "{trace}", "--topology", "2x2", "--to", "9"], "give at most 4"),
+        "slots of one": (["slots", str(folder / "one.npz"), "--topology", "2x2"], "one request only"),
         "config": (["serve", "--config", str(folder / "bad.yaml")], "key 'model'"),
         "no cluster": (["rebalance", "--config", "configs/clusters/demo.yaml"], "start `moetis serve`"),
         "prompts": (["demo", "--prompts", str(folder / "text.json")], "line 1"),
@@ -184,6 +177,21 @@ NAMES = (
     "homes",
     "prefix",
     "report",
+    "counts missing",
+    "counts key",
+    "counts shape",
+    "counts value",
+    "counts zero",
+    "counts folder",
+    "counts words",
+    "counts other",
+    "counts homes",
+    "goal",
+    "goal of all",
+    "range",
+    "range below",
+    "range above",
+    "slots of one",
     "config",
     "no cluster",
     "prompts",

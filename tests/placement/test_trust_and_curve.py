@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from placement.curve import fewest_rows, slots_curve
+from placement.curve import fewest_rows, rows_between, slots_curve
 from placement.errors import ConfigError
 from placement.topology import load_topology
 from placement.trust import compare
@@ -38,7 +38,7 @@ def test_nothing_visited_before_is_no_gain() -> None:
 
 def test_more_slots_save_more_and_the_fewest_are_found() -> None:
     trace = make_trace(num_tokens=2000, num_requests=40)
-    curve = slots_curve(trace, load_topology("2x2"), [2, 4, 8])
+    curve = list(slots_curve(trace, load_topology("2x2"), [2, 4, 8]))
     assert curve[0].saved == 0
     assert curve[-1].nodes_visited == 0
     assert [point.num_slots for point in curve] == [8, 16, 32]
@@ -48,4 +48,17 @@ def test_more_slots_save_more_and_the_fewest_are_found() -> None:
 
 def test_a_curve_of_no_points_is_refused() -> None:
     with pytest.raises(ConfigError):
-        slots_curve(make_trace(), load_topology("2x2"), [])
+        next(slots_curve(make_trace(), load_topology("2x2"), []))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "points", "rows"), [(1.0, 2.0, 9, [2, 3, 4]), (1.0, 4.0, 3, [2, 5, 8]), (1.1, 1.1, 9, [3])]
+)
+def test_rows_are_spread_evenly_over_the_range(first: float, last: float, points: int, rows: list[int]) -> None:
+    assert rows_between(load_topology("2x2"), 8, first, last, points) == rows
+
+
+@pytest.mark.parametrize(("first", "last", "points"), [(0.9, 2.0, 9), (2.0, 1.0, 9), (1.0, 5.0, 9), (1.0, 2.0, 1)])
+def test_a_range_that_holds_no_plan_is_refused(first: float, last: float, points: int) -> None:
+    with pytest.raises(ConfigError):
+        rows_between(load_topology("2x2"), 8, first, last, points)

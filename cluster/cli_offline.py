@@ -1,0 +1,221 @@
+"""The commands that need no cluster: plan, slots, evaluate, homes, report. They start without Ray and without torch."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from cluster.terminal import LOG, OUT, show_result, working
+
+offline_commands = typer.Typer()
+
+TraceArgument = Annotated[str, typer.Argument(metavar="TRACE", help="A folder of trace segments, or an .npz file.")]
+CountsArgument = Annotated[
+    str, typer.Argument(metavar="TRACE", help="A folder of trace segments, an .npz file, or an .npz of counts alone.")
+]
+CountsKeyOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Read the file as counts: its array NAME [layers, experts] (else 'counts')."),
+]
+PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file, as `moetis plan` writes it.")]
+TopologyOption = Annotated[str, typer.Option(help="A topology file, or NODESxGPUS such as 4x2.")]
+OutOption = Annotated[str, typer.Option("--out", metavar="FILE", help="Where to write the result.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="The same input and seed give the same result.")]
+
+
+class Baseline(StrEnum):
+    EPLB = "eplb"
+    LINEAR = "linear"
+    RANDOM = "random"
+
+
+class JudgedOn(StrEnum):
+    HELD_OUT = "held-out"
+    ALL = "all"
+
+
+@offline_commands.command()
+def plan(
+    trace: CountsArgument,
+    topology: TopologyOption,
+    slots_per_rank: Annotated[int, typer.Option(min=1, help="Expert slots per layer on each GPU.")],
+    out: OutOption,
+    current: Annotated[str | None, typer.Option(metavar="PLAN", help="The plan in force: little is moved.")] = None,
+    counts_key: CountsKeyOption = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan a placement from a routing trace: fitted on the even requests, judged on the odd ones.
+
+    From counts alone, load is levelled and copies are spread over nodes; nothing is known of nodes visited then.
+
+    [dim]moetis plan trace/ --topology 4x2 --slots-per-rank 5 --out plan.json[/dim]
+    """
+    from cluster import offline, views
+    from placement.counts import holds_counts, load_counts, plan_counts
+    from placement.plan import make_plan
+    from placement.planfile import load_plan, plan_to_json
+    from placement.topology import load_topology
+    from placement.trace import load_trace
+
+    path = offline.output_path(out)
+    tree = load_topology(topology)
+    present = load_plan(current) if current is not None else None
+    offline.check_current(present, slots_per_rank, tree.num_ranks)
+    before = present.placement if present is not None else None
+    if holds_counts(trace, counts_key):
+        counts = load_counts(trace, counts_key)
+        with working("planning"):
+            made = plan_counts(counts, tree, rows_per_rank=slots_per_rank, current=before)
+        table = views.counts_plan_table(made)
+    else:
+        with working("reading the trace"):
+            routing = load_trace(trace)
+        with working("planning"):
+            made = make_plan(routing, tree, rows_per_rank=slots_per_rank, current=before, seed=seed)
+        table = views.plan_table(made)
+    offline.write_result(path, plan_to_json(made).encode())
+    LOG.print(f"wrote {path}")
+    show_result(as_json, {"plan": str(path), **made.measured}, lambda: OUT.print(table))
+
+
+@offline_commands.command()
+def slots(
+    trace: TraceArgument,
+    topology: TopologyOption,
+    first: Annotated[float, typer.Option("--from", metavar="TIMES", help="Slots as a multiple of the experts.")] = 1.0,
+    last: Annotated[float, typer.Option("--to", metavar="TIMES", help="The same, where the curve ends.")] = 2.0,
+    points: Annotated[int, typer.Option(min=2, help="Plans to make at most, evenly spread.")] = 9,
+    goal: Annotated[str | None, typer.Option(metavar="PERCENT", help="Visits to save, such as 30%.")] = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Draw how much traffic more slots save, and find the fewest slots for a goal.
+
+    Each point is a plan of its own, made with less effort than `moetis plan` takes and judged on held-out requests.
+
+    [dim]moetis slots trace/ --topology 4x2 --from 1.0 --to 2.0 --goal 30%[/dim]
+    """
+    from rich.progress import track
+
+    from cluster import offline, views
+    from placement.curve import rows_between, slots_curve
+    from placement.topology import load_topology
+    from placement.trace import load_trace
+
+    share = offline.share_of(goal, "--goal") if goal is not None else None
+    tree = load_topology(topology)
+    with working("reading the trace"):
+        routing = load_trace(trace)
+    rows = rows_between(tree, routing.num_experts, first, last, points)
+    steps = slots_curve(routing, tree, rows, seed=seed)
+    curve = list(track(steps, description="planning", total=len(rows), console=LOG, transient=True))
+    found = offline.slots_result(curve, routing.num_experts, share)
+    show_result(as_json, found, lambda: OUT.print(views.slots_table(found)))
+
+
+@offline_commands.command()
+def evaluate(
+    plan: PlanArgument,
+    trace: CountsArgument,
+    baseline: Annotated[
+        list[Baseline] | None, typer.Option(help="Also score this; can be given several times.")
+    ] = None,
+    on: Annotated[
+        JudgedOn | None, typer.Option(help="Judge on the odd requests (unless given), or on all.", show_default=False)
+    ] = None,
+    homes: Annotated[
+        str | None,
+        typer.Option(
+            help="'recorded' (unless given; random where unknown), 'random', or a file from `moetis homes`.",
+            show_default=False,
+        ),
+    ] = None,
+    counts_key: CountsKeyOption = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Score a plan by replaying a trace through it, beside baselines at the same number of slots.
+
+    Counts alone give the load max/mean only.
+
+    [dim]moetis evaluate plan.json trace/ --baseline eplb --json[/dim]
+    """
+    from cluster import offline, views
+    from placement.counts import holds_counts, load_counts
+    from placement.planfile import load_plan
+    from placement.trace import load_trace
+
+    made = load_plan(plan)
+    names = [str(name) for name in baseline or []]
+    if holds_counts(trace, counts_key):
+        offline.refuse_with_counts(on=on, homes=homes)
+        levels = offline.compare_counts(made, load_counts(trace, counts_key), names=names, seed=seed)
+        show_result(as_json, levels, lambda: OUT.print(views.counts_table(levels)))
+        return
+    with working("reading the trace"):
+        routing = load_trace(trace)
+    with working("replaying"):
+        judged_on = str(on or JudgedOn.HELD_OUT)
+        found = offline.compare(made, routing, names=names, on=judged_on, homes=homes or "recorded", seed=seed)
+    show_result(as_json, found.to_dict(), lambda: OUT.print(views.comparison_table(found)))
+
+
+@offline_commands.command()
+def homes(
+    plan: PlanArgument,
+    trace: TraceArgument,
+    out: OutOption,
+    prefix: Annotated[int, typer.Option(min=1, help="How many of a request's first tokens may be looked at.")] = 64,
+    as_json: JsonOption = False,
+) -> None:
+    """Choose the home rank of each request from its first tokens alone; writes a .npy in ascending request order.
+
+    [dim]moetis homes plan.json trace/ --prefix 64 --out homes.npy[/dim]
+    """
+    import numpy as np
+
+    from cluster import offline
+    from placement.planfile import load_plan
+    from placement.trace import load_trace
+
+    path = offline.output_path(out)
+    made = load_plan(plan)
+    with working("reading the trace"):
+        routing = load_trace(trace)
+    requests, ranks, data = offline.homes_file(made, routing, prefix)
+    offline.write_result(path, data)
+    LOG.print(f"wrote {path}")
+    counts = np.bincount(ranks, minlength=made.placement.num_ranks).tolist()
+    result = {"homes": str(path), "requests": len(requests), "requests_per_rank": counts}
+    show_result(as_json, result, lambda: OUT.print(f"{len(requests)} requests; per rank: {counts}"))
+
+
+@offline_commands.command()
+def report(
+    plan: PlanArgument,
+    trace: TraceArgument,
+    out: OutOption,
+    current: Annotated[str | None, typer.Option(metavar="PLAN", help="The plan that it would replace.")] = None,
+) -> None:
+    """Write a self-contained HTML report on a plan: what it gains, what it moves, and on what evidence.
+
+    [dim]moetis report plan.json trace/ --out report.html[/dim]
+    """
+    from cluster import offline
+    from placement.planfile import load_plan
+    from placement.report import make_report, render_html
+    from placement.trace import load_trace
+
+    path = offline.output_path(out)
+    made = load_plan(plan)
+    present = load_plan(current).placement if current is not None else None
+    with working("reading the trace"):
+        routing = load_trace(trace)
+    with working("drawing"):
+        page = render_html(make_report(made, routing, before=present))
+    offline.write_result(path, page.encode())
+    OUT.print(str(path), soft_wrap=True)
