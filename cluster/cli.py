@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import redirect_stdout
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,9 @@ import typer
 
 from cluster.cli_offline import JsonOption, offline_commands
 from cluster.terminal import LOG, OUT, show_result, working
-from placement.errors import InputError, MoetisError
+from placement.errors import ConfigError, InputError, MoetisError
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -72,7 +75,12 @@ def serve(config: ConfigOption) -> None:
     from cluster.config import load_config
     from cluster.serve import run_serve
 
-    run_serve(load_config(config), sys.stdin, sys.stdout)
+    if sys.stdin is None or sys.stdout is None:
+        raise ConfigError("stdin or stdout is closed; requests come on stdin and answers go to stdout")
+    cluster = load_config(config)
+    # Ray tells of dead workers by printing to sys.stdout, where answers alone belong.
+    with open(sys.stdout.fileno(), "w", encoding="utf-8", closefd=False) as answers, redirect_stdout(sys.stderr):
+        run_serve(cluster, sys.stdin.fileno(), answers)
 
 
 @app.command()
@@ -93,12 +101,16 @@ def rebalance(config: ConfigOption, as_json: JsonOption = False) -> None:
 
 
 def _interrupt(number: int, frame: object) -> None:
+    # A second signal would break into the cleaning up and leave processes behind.
+    for again in _SIGNALS:
+        signal.signal(again, lambda number, frame: None)
     raise KeyboardInterrupt
 
 
 def main() -> None:
     """Entry of the `moetis` command."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in _SIGNALS:
+        signal.signal(number, _interrupt)
     try:
         app(standalone_mode=True)
     except InputError as error:

@@ -10,26 +10,27 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from cluster.actors import start_service, start_workers
+from cluster.actors import CALL_TIMEOUT_S, start_service, start_workers
 from cluster.config import ClusterConfig
-from cluster.service import RebalanceResult, initial_plan
-from placement.baselines import linear_placement
-from placement.errors import ConfigError, MoetisError
-from placement.planfile import Plan, load_plan
-from placement.topology import Topology, load_topology
+from cluster.devices import choose_device
+from cluster.history import History
+from cluster.service import RebalanceResult
+from cluster.starting import history_path, starting_plan
+from placement.errors import MoetisError
+from placement.topology import load_topology
 from workers.events import FAILED, TokenEvent
-from workers.loading import skeleton_shape
 from workers.requests import GenerationRequest
 from workers.worker import WorkerStatus
 
 EVENT_WAIT_S = 0.5
 STOP_TIMEOUT_S = 20.0
+STATUS_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Generation:
 
     request: str
     home: int
-    _events: queue.SimpleQueue[TokenEvent] = field(default_factory=queue.SimpleQueue)
+    _events: queue.SimpleQueue[TokenEvent]
 
     def events(self) -> Iterator[TokenEvent]:
         """Each event, the last one being that with an end."""
@@ -59,25 +60,41 @@ class Generation:
 
 
 class Fleet:
-    """Workers and service of one cluster, inside a Ray session that the caller holds open."""
+    """Workers and service of one cluster, inside a Ray session that the caller holds open.
 
-    def __init__(self, config: ClusterConfig, *, note: Callable[[str], None] = lambda text: None) -> None:
+    No rank can serve without the others, so one that is lost ends all requests. failed is then told why, once.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        note: Callable[[str], None] = lambda text: None,
+        failed: Callable[[MoetisError], None] = lambda error: None,
+    ) -> None:
         self.topology = load_topology(config.topology)
-        self.initial = first_plan(config, self.topology)
+        self.initial = starting_plan(config, self.topology, History(history_path(config)))
         self._homes = itertools.cycle(range(self.topology.num_ranks))
         self._running: dict[str, Generation] = {}
         self._lock = threading.Lock()
+        self._failed = failed
+        self._lost = False
         self._stopping = threading.Event()
         note(f"starting {self.topology.num_ranks} workers")
         config.run_dir.mkdir(parents=True, exist_ok=True)
+        device = choose_device(
+            config.workers.device,
+            num_ranks=self.topology.num_ranks,
+            num_gpus=ray.cluster_resources().get("GPU", 0),
+        )
         self._workers = start_workers(
-            config.worker_options(),
+            replace(config.worker_options(), device=device),
             topology=self.topology,
             placement=self.initial.placement,
-            num_gpus=1 if config.workers.device == "cuda" else 0,
+            num_gpus=1 if device == "cuda" else 0,
         )
         self._service = start_service(
-            history=(config.run_dir / "history.sqlite").absolute(),
+            history=history_path(config),
             workers=self._workers,
             initial=self.initial,
             trace_dir=config.trace_dir.absolute(),
@@ -97,24 +114,44 @@ class Fleet:
         for pump in self._pumps:
             pump.start()
 
-    def submit(self, requests: Sequence[GenerationRequest], homes: Sequence[int] | None = None) -> list[Generation]:
-        """Send each request to its home, in turn unless given. A refused one ends at once, with the reason."""
+    def submit(
+        self,
+        requests: Sequence[GenerationRequest],
+        homes: Sequence[int] | None = None,
+        *,
+        events: queue.SimpleQueue[Any] | None = None,
+    ) -> list[Generation]:
+        """Send each request to its home, in turn unless given. A refused one ends at once, with the reason.
+
+        events: one queue for the events of all these requests, in place of one for each.
+        """
         chosen = homes if homes is not None else [next(self._homes) for _ in requests]
-        generations = [Generation(request.request, home) for request, home in zip(requests, chosen, strict=True)]
+        generations = [
+            Generation(request.request, home, events if events is not None else queue.SimpleQueue())
+            for request, home in zip(requests, chosen, strict=True)
+        ]
         with self._lock:
             self._running.update({generation.request: generation for generation in generations})
         by_home: dict[int, list[GenerationRequest]] = {}
         for request, generation in zip(requests, generations, strict=True):
             by_home.setdefault(generation.home, []).append(request)
-        refs = [self._workers[home].submit.remote(mine) for home, mine in by_home.items()]
-        for mine, refusals in zip(by_home.values(), answer(refs), strict=True):
-            for request, refusal in zip(mine, refusals, strict=True):
+        refs = {home: self._workers[home].submit.remote(mine) for home, mine in by_home.items()}
+        for home, ref in refs.items():
+            try:
+                refusals = ray.get(ref, timeout=CALL_TIMEOUT_S)
+            except RayError as error:
+                self._fail(home, error)
+                break
+            for request, refusal in zip(by_home[home], refusals, strict=True):
                 if refusal is not None:
                     self._deliver(TokenEvent(request=request.request, tokens=(), end=FAILED, error=refusal))
         return generations
 
     def cancel(self, generation: Generation) -> None:
-        answer(self._workers[generation.home].cancel.remote(generation.request))
+        try:
+            ray.get(self._workers[generation.home].cancel.remote(generation.request), timeout=CALL_TIMEOUT_S)
+        except RayError as error:
+            self._fail(generation.home, error)
 
     def rebalance(self) -> RebalanceResult:
         """Plan from the trace so far and enact it beside the traffic; returns when it is done."""
@@ -155,8 +192,8 @@ class Fleet:
             try:
                 for event in ray.get(self._workers[rank].next_events.remote(EVENT_WAIT_S)):
                     self._deliver(event)
-            except (RayActorError, RayTaskError) as error:
-                self._fail_all(rank, str(error).splitlines()[0])
+            except RayError as error:
+                self._fail(rank, error)
                 return
 
     def _deliver(self, event: TokenEvent) -> None:
@@ -167,32 +204,30 @@ class Fleet:
         if generation is not None:
             generation._events.put(event)
 
-    def _fail_all(self, rank: int, why: str) -> None:
-        """A rank is gone: the requests that had their home there end."""
+    def _fail(self, rank: int, error: RayError) -> None:
+        """A rank is gone or has stopped serving: every request ends."""
+        if self._stopping.is_set():
+            return
+        reason = self._reason(rank, error)
         with self._lock:
-            lost = [generation for generation in self._running.values() if generation.home == rank]
-        for generation in lost:
-            self._deliver(TokenEvent(request=generation.request, tokens=(), end=FAILED, error=f"rank {rank}: {why}"))
+            first, self._lost = not self._lost, True
+            running = list(self._running)
+        for request in running:
+            self._deliver(TokenEvent(request=request, tokens=(), end=FAILED, error=reason))
+        if first:
+            self._failed(MoetisError(reason))
 
-
-def first_plan(config: ClusterConfig, topology: Topology) -> Plan:
-    """The placement that a cluster starts with: the plan file that the configuration names, or a linear one."""
-    if config.initial_plan is not None:
-        plan = load_plan(config.initial_plan)
-        if plan.placement.num_ranks != topology.num_ranks:
-            raise ConfigError(
-                f"initial_plan '{config.initial_plan}' is for {plan.placement.num_ranks} ranks, "
-                f"topology '{topology.name}' has {topology.num_ranks}"
-            )
-        return initial_plan(plan.placement, topology)
-    num_layers, num_experts = moe_shape(config)
-    return initial_plan(linear_placement(num_layers, num_experts, topology.num_ranks, config.slots_per_rank), topology)
-
-
-def moe_shape(config: ClusterConfig) -> tuple[int, int]:
-    """(L, E) of a model folder, off a skeleton without weights."""
-    shape = skeleton_shape(config.worker_options())
-    return shape.num_layers, shape.num_experts
+    def _reason(self, rank: int, error: RayError) -> str:
+        """The rank whose process died, where one did: the others only say that they lost it."""
+        for other, worker in enumerate(self._workers):
+            try:
+                ray.get(worker.status.remote(), timeout=STATUS_TIMEOUT_S)
+            except RayActorError:
+                return f"the process of rank {other} died; the other ranks cannot serve without it"
+            except RayError:
+                continue
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        return f"rank {rank} stopped serving: {str(cause).splitlines()[0]}"
 
 
 def answer(refs: Any) -> Any:

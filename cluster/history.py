@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from placement.errors import ConfigError
 from placement.planfile import Plan, plan_from_json, plan_to_json
 
 PLANNED, COPYING, PREPARED, COMMITTING, SERVING, DONE = (
@@ -53,12 +54,17 @@ class History:
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        connection = sqlite3.connect(self._path, timeout=30)
+        try:
+            connection = sqlite3.connect(self._path, timeout=30)
+        except sqlite3.OperationalError as error:
+            raise ConfigError(f"history '{self._path}': cannot be opened: {error}") from error
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
             with connection:
                 yield connection
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(f"history '{self._path}': {error}; move it away to start a new one") from error
         finally:
             connection.close()
 

@@ -11,6 +11,8 @@ import logging
 import os
 import secrets
 import shutil
+import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ from placement.files import write_whole
 
 NAMESPACE = "moetis"
 CONTACT_FILE = "cluster.json"
+CONNECT_TIMEOUT_S = 5.0
 _LOOPBACK = "127.0.0.1"
 # With several nodes ruled out, Ray takes the loopback address as it is and listens nowhere else; left to itself on
 # Linux it replaces 127.0.0.1 by the machine's outer address and listens on all.
@@ -73,7 +76,7 @@ def local_cluster(*, name: str, num_cpus: int, object_store_mb: int) -> Iterator
 
 def _start(folder: Path, num_cpus: int, object_store_mb: int) -> Any:
     try:
-        return ray.init(
+        return _init(
             address="local",
             namespace=NAMESPACE,
             num_cpus=num_cpus,
@@ -89,6 +92,17 @@ def _start(folder: Path, num_cpus: int, object_store_mb: int) -> Any:
         raise MoetisError(f"Ray could not be started: {str(error).splitlines()[0]}") from error
 
 
+def _init(**arguments: Any) -> Any:
+    """ray.init, which puts a handler of its own, one that calls sys.exit, in the place of ours: ours comes back."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        return ray.init(**arguments)
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 def _short_folder() -> Path:
     """A temp dir of one's own. Ray puts sockets deep in it, whose whole path may have 107 bytes, so that a long TMPDIR
     is passed over for /tmp."""
@@ -99,18 +113,30 @@ def _short_folder() -> Path:
 @contextmanager
 def joined_cluster(address: str, token_path: str | None = None) -> Iterator[Contact]:
     """Connect to a running Ray cluster, which goes on when the context ends. Raises ConfigError if it isn't there."""
+    _check_reachable(address)
     variables = _OWN_VARIABLES | {"RAY_AUTH_TOKEN_PATH": token_path} if token_path else {}
     if address.startswith(_LOOPBACK):
         variables |= _SINGLE_NODE
     with _environment(variables):
         try:
-            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+            _init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"no Ray cluster answers at '{address}': {str(error).splitlines()[0]}") from error
         try:
             yield Contact(name=NAMESPACE, address=address, namespace=NAMESPACE, token_path=token_path, pid=os.getpid())
         finally:
             ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """ray.init tries for minutes to reach a cluster that is gone; an address without a port is Ray's to look up."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(f"no Ray cluster answers at '{address}' ({error}): start `moetis serve`") from error
 
 
 def write_contact(run_dir: Path, contact: Contact) -> Path:

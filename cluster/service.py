@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from cluster import history as states
 from cluster.history import History
-from placement.core import Placement
 from placement.errors import MigrationError, MoetisError
 from placement.migration import MigrationPlan, plan_migration
 from placement.plan import make_plan
@@ -74,7 +73,7 @@ class PlacementService:
         self._min_gain = min_gain
         self._seed = seed
         self._lock = threading.Lock()
-        if history.next_epoch() <= initial.placement.epoch:
+        if initial.placement.epoch >= history.next_epoch():
             history.add(initial, states.DONE, {"reason": "initial placement"})
 
     @property
@@ -204,7 +203,3 @@ def gate(measured: dict[str, Any], min_gain: float) -> str | None:
             f"for no gain at all (95% interval {low:.1%} to {high:.1%}); record more traffic"
         )
     return None
-
-
-def initial_plan(placement: Placement, topology: Topology) -> Plan:
-    return Plan(placement=placement, topology=topology, measured={})

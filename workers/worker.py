@@ -16,7 +16,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from placement.core import Placement
-from placement.errors import RequestError
+from placement.errors import ExchangeError, RequestError
 from placement.migration import Move
 from placement.topology import Topology
 from placement.trace import DECODE, PREFILL
@@ -165,8 +165,14 @@ class ExpertWorker:
             self._manager.cancel_request(name)
 
     def next_events(self, timeout_s: float) -> list[TokenEvent]:
-        """The events since the last call; waits up to timeout_s for the first."""
-        return self._router.take(timeout_s)
+        """The events since the last call; waits up to timeout_s for the first.
+
+        Raises ExchangeError once all events are taken of a rank that has stopped serving.
+        """
+        events = self._router.take(timeout_s)
+        if not events and not self._manager.is_running():
+            raise ExchangeError(str(self._manager.background_thread_status.fatal_error))
+        return events
 
     # -------------------------------------------------------------------------------------------- change of epoch
 

@@ -12,10 +12,11 @@ import torch
 
 from cluster import history as states
 from cluster.history import History
-from cluster.service import PlacementService, gate, initial_plan
+from cluster.service import PlacementService, gate
 from placement.baselines import linear_placement
 from placement.core import Placement
 from placement.errors import MigrationError, MoetisError
+from placement.planfile import Plan
 from placement.topology import load_topology
 from placement.trace import RoutingTrace, write_segment
 from workers.epochs import EpochKeeper
@@ -129,7 +130,7 @@ def _service(folder: Path, ranks: LocalRanks, min_gain: float = 0.01) -> Placeme
     return PlacementService(
         history=History(folder / "history.sqlite"),
         ranks=ranks,
-        initial=initial_plan(linear_placement(LAYERS, EXPERTS, RANKS, ROWS), TOPOLOGY),
+        initial=Plan(placement=linear_placement(LAYERS, EXPERTS, RANKS, ROWS), topology=TOPOLOGY, measured={}),
         trace_dir=folder,
         min_gain=min_gain,
         seed=0,
