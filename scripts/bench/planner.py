@@ -1,8 +1,10 @@
 """The planner's tables: hops and balance against every baseline, modelled steps, other domains, churn, speed.
 
-    python scripts/bench/planner.py [--traces ../shared/traces] [--out planner.json] [--only hops,steps,...]
+    python scripts/bench/planner.py [--traces ../shared/traces] [--out planner.json] [--only hops,domains,...]
+                                    [--growth-plot docs/measured/growth.svg]
 
 Fits on even requests, judges on odd ones. Every baseline runs in the same process; date and machine go into the JSON.
+Lower bounds are in bounds.py beside this file, timings in speed.py.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,11 +26,14 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bounds import hops_bound
+from speed import growth, growth_svg, speed
+
 from placement.baselines import balance_placement, eplb_placement, linear_placement, random_placement
 from placement.core import Placement
 from placement.costs import ModelSizes, step_time
 from placement.evaluate import evaluate, max_over_mean
-from placement.graph import build_graph, count_load
+from placement.graph import count_load
 from placement.homes import homes_of, homes_per_token, route_homes
 from placement.plan import plan_placement
 from placement.relevel import relevel
@@ -93,6 +97,8 @@ def hops_and_steps(traces: Path, name: str) -> list[Row]:
                     ).mean_s
             row["plan_s"] = plan_s if label.startswith("moetis") else None
             rows_out.append(row)
+        bound = hops_bound(held_out, topology, rows)
+        rows_out.append({"trace": name, "slots": factor, "planner": "lower bound", "nodes_visited": bound})
         eplb = next(row for row in rows_out if row["slots"] == factor and row["planner"] == "eplb")
         for row in rows_out:
             if row["slots"] == factor:
@@ -170,64 +176,13 @@ def counts_alone(traces: Path) -> list[Row]:
     ]
 
 
-def synthetic_trace(num_tokens: int, layers: int, experts: int, top_k: int = 8, seed: int = 0) -> RoutingTrace:
-    """Requests of 16 kinds with tastes and skewed popularity, for timing alone."""
-    rng = np.random.default_rng(seed)
-    request = np.sort(rng.integers(0, 400, num_tokens))
-    kind = rng.integers(0, 16, 400)[request]
-    chosen = np.empty((num_tokens, layers, top_k), np.uint16)
-    for layer in range(layers):
-        taste = rng.normal(0, 0.6, experts) + rng.normal(0, 1.0, (16, experts))
-        for first in range(0, num_tokens, 20_000):
-            part = slice(first, first + 20_000)
-            noise = rng.gumbel(size=(len(kind[part]), experts)) * 0.8
-            chosen[part, layer] = np.argpartition(-(noise + taste[kind[part]]), top_k, axis=1)[:, :top_k]
-    return RoutingTrace(
-        num_experts=experts,
-        experts=chosen,
-        request=request.astype(np.int64),
-        position=np.arange(num_tokens, dtype=np.int32),
-        step=np.zeros(num_tokens, np.int64),
-        source_rank=np.full(num_tokens, -1, np.int32),
-        phase=np.zeros(num_tokens, np.uint8),
-    )
-
-
-def timed(work: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
-
-
-def speed() -> list[Row]:
-    """Seconds for 58 x 256 and for its parts; compiled code is warmed up on one layer first."""
-    trace = synthetic_trace(100_000, 58, 256)
-    one = replace(trace, experts=np.ascontiguousarray(trace.experts[:, :2]))
-    build_graph(one)
-    seconds = timed(lambda: build_graph(trace, transitions=False))
-    rows_out: list[Row] = [
-        {"what": "graph, million choices a second", "value": trace.experts.size / seconds / 1e6},
-        {"what": "graph with transitions, s", "value": timed(lambda: build_graph(trace))},
-    ]
-    load = count_load(trace)[0]
-    balance_placement(load[:1], 32, 9)
-    rows_out.append(
-        {"what": "load-only plan 288 slots on 32, ms", "value": 1e3 * timed(lambda: balance_placement(load, 32, 9))}
-    )
-    for spec, rows in (("4x8", 9), ("18x8", 2), ("144x8", 1)):
-        topology = load_topology(spec)
-        plan_placement(one, topology, rows_per_rank=rows)
-        value = timed(lambda topology=topology, rows=rows: plan_placement(trace, topology, rows_per_rank=rows))
-        rows_out.append({"what": f"full plan {spec}, s", "value": value})
-    return rows_out
-
-
 def show(title: str, rows: list[Row]) -> None:
     table = Table(title=title)
     for key in rows[0]:
         table.add_column(key.replace("_", " "), overflow="fold")
     for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+        values = (row.get(key, "") for key in rows[0])
+        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in values))
     Console(width=240).print(table)
 
 
@@ -236,6 +191,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=Path(__file__).resolve().parents[3] / "shared" / "traces")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="hops,domains,churn,counts,speed")
+    parser.add_argument("--growth-plot", type=Path, help="also time plans of many sizes, and draw them as an SVG")
     options = parser.parse_args()
     wanted = options.only.split(",")
     results: dict[str, Any] = {
@@ -256,6 +212,11 @@ def main() -> None:
     if "speed" in wanted:
         results["speed"] = speed()
         show("speed", results["speed"])
+    if options.growth_plot:
+        results["growth"] = growth()
+        show("growth, CPU seconds", results["growth"])
+        caption = f"CPU seconds a plan, 8 layers, top-8; {results['date'][:10]}, {results['machine']}"
+        options.growth_plot.write_text(growth_svg(results["growth"], caption))
     if options.out:
         options.out.write_text(json.dumps(results, indent=1))
 
