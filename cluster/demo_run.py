@@ -11,7 +11,9 @@ from cluster.config import ClusterConfig, load_config
 from cluster.demo import AFTER, BEFORE, Demo, DemoResult, check_texts, load_prompts, score_served
 from cluster.fleet import Fleet
 from cluster.local_ray import local_cluster
+from cluster.rundir import held
 from cluster.terminal import LOG
+from placement.errors import ConfigError
 from placement.topology import load_topology
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +36,8 @@ def demo_config(run_dir: Path) -> ClusterConfig:
 def run_demo(config: ClusterConfig, prompts_path: Path, *, num_prompts: int, max_new_tokens: int) -> DemoResult:
     """Run all phases on a cluster of their own and check them; progress goes to stderr."""
     start = time.perf_counter()
+    if config.trace_dir.exists():
+        raise ConfigError(f"--run-dir '{config.run_dir}': holds an earlier run; give a folder that does not exist yet")
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -46,6 +50,7 @@ def run_demo(config: ClusterConfig, prompts_path: Path, *, num_prompts: int, max
         task = progress.add_task("starting a local Ray cluster", total=None)
         num_cpus = load_topology(config.topology).num_ranks
         with (
+            held(config.run_dir),
             local_cluster(name=config.name, num_cpus=num_cpus, object_store_mb=config.ray.object_store_mb),
             Fleet(config, note=lambda text: progress.update(task, description=text)) as fleet,
         ):

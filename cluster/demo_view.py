@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from placement.report import LiveFigure, make_report, render_html
 from rich.console import Console
 from rich.table import Table
 
 from cluster.demo import DemoResult
 from cluster.views import rebalance_to_dict
 from placement.files import write_whole
+from placement.report import LiveFigure, make_report, render_html
 
 
 def to_dict(result: DemoResult) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cluster.config import ClusterConfig
 from cluster.fleet import Fleet, Generation
 from cluster.local_ray import Contact, joined_cluster, local_cluster, write_contact
+from cluster.rundir import held
 from cluster.terminal import LOG
 from cluster.text import load_tokenizer
 from placement.errors import MoetisError
@@ -45,6 +46,7 @@ def run_serve(config: ClusterConfig, requests: int, answers: TextIO) -> None:
     topology = load_topology(config.topology)
     inbox: Inbox = queue.SimpleQueue()
     with (
+        held(config.run_dir),
         _ray(config, topology.num_ranks) as contact,
         LOG.status("starting ...") as status,
         Fleet(config, note=lambda text: status.update(f"{text} ..."), failed=inbox.put) as fleet,

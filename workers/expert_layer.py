@@ -56,7 +56,7 @@ class ExpertLayer:
         )
         try:
             partial = self.compute(arrivals)
-        except RuntimeError as error:
+        except (RuntimeError, LookupError, ValueError) as error:
             # The other ranks wait for these sums: there is no way to fail this rank's part of a layer alone.
             raise ExchangeError(f"layer {self._layer}: this rank could not compute its experts: {error}") from error
         self._table.count_layer()

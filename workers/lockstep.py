@@ -74,6 +74,10 @@ class LockstepManager(ContinuousBatchingManager):
         self._hooks = hooks
 
     def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
+        if not batch_processor.scheduler.active_requests:
+            # Set when the cache was full, and cleared by Transformers only when a request finishes, not when all are
+            # cancelled or fail: those that wait would wait forever.
+            batch_processor.scheduler.block_new_requests = False
         has_work = batch_processor.prepare_next_batch()
         wants_stop = self.background_thread_status.tp_status != BackgroundThreadStatus.DONT_STOP and not has_work
         agreed = self._agree(has_work, wants_stop)

@@ -209,8 +209,9 @@ class Recorder:
 
 
 def _next_number(folder: Path, rank: int) -> int:
-    numbers = [int(path.stem.rsplit("-", 1)[1]) for path in folder.glob(f"rank{rank:05d}-*.safetensors")]
-    return max(numbers, default=-1) + 1
+    """One more than the largest number among the rank's segments; other files are none of its business."""
+    numbers = [path.stem.rsplit("-", 1)[1] for path in folder.glob(f"rank{rank:05d}-*.safetensors")]
+    return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
 
 
 def _share(step: int) -> float:

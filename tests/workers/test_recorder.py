@@ -124,3 +124,11 @@ def test_a_recorder_without_a_folder_records_nothing() -> None:
     _step(recorder, 0, 3)
     recorder.stop()
     assert recorder.counters.steps_kept == 0
+
+
+def test_a_foreign_file_among_the_segments_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "rank00003-copy.safetensors").write_text("")
+    recorder = _recorder(tmp_path)
+    _step(recorder, 0, 1)
+    recorder.stop()
+    assert (tmp_path / "rank00003-00000000.safetensors").exists()
