@@ -23,6 +23,7 @@ from workers.loading import ModelShape
 from workers.options import WorkerOptions
 from workers.peers import Rendezvous
 from workers.requests import GenerationRequest
+from workers.step_clock import StepSeconds
 from workers.worker import ExpertWorker, WorkerStatus
 
 SERVICE_NAME = "placement-service"
@@ -78,6 +79,9 @@ class WorkerActor:
 
     def status(self) -> WorkerStatus:
         return self._worker.status()
+
+    def recent_steps(self) -> list[StepSeconds]:
+        return self._worker.recent_steps()
 
     def expert_bytes(self) -> int:
         return self._worker.expert_bytes

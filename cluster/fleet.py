@@ -26,6 +26,7 @@ from placement.errors import MoetisError
 from placement.topology import load_topology
 from workers.events import FAILED, TokenEvent
 from workers.requests import GenerationRequest
+from workers.step_clock import StepSeconds
 from workers.worker import WorkerStatus
 
 EVENT_WAIT_S = 0.5
@@ -164,6 +165,11 @@ class Fleet:
 
     def status(self) -> list[WorkerStatus]:
         result: list[WorkerStatus] = answer([worker.status.remote() for worker in self._workers])
+        return result
+
+    def recent_steps(self) -> list[list[StepSeconds]]:
+        """How long each rank's last steps took, by rank."""
+        result: list[list[StepSeconds]] = answer([worker.recent_steps.remote() for worker in self._workers])
         return result
 
     def __enter__(self) -> Fleet:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ from workers.recorder import Recorder
 from workers.routing import RoutingTable
 from workers.seam import SlotExperts
 from workers.slot_cache import SlotCache
+from workers.step_clock import StepClock
 
 
 class ExpertLayer:
@@ -30,6 +33,7 @@ class ExpertLayer:
         exchange: Exchange,
         table: RoutingTable,
         recorder: Recorder,
+        clock: StepClock,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -39,6 +43,7 @@ class ExpertLayer:
         self._exchange = exchange
         self._table = table
         self._recorder = recorder
+        self._clock = clock
         self._experts = SlotExperts(module, layout.views(cache.arena(layer)))
         self._nothing = (
             torch.zeros((0, hidden_size), dtype=dtype, device=device),
@@ -48,19 +53,24 @@ class ExpertLayer:
 
     def __call__(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """hidden [T, H], top_k_index [T, K] logical ids, top_k_weights [T, K] -> [T, H]."""
+        start = time.perf_counter()
         chosen = top_k_index.cpu().numpy()
         self._recorder.record(self._layer, chosen, top_k_weights)
         ranks = torch.from_numpy(self._ranks_of(chosen)).to(hidden.device)
         plan, arrivals = self._exchange.dispatch(
             epoch=self._table.epoch, hidden=hidden, experts=top_k_index, weights=top_k_weights, ranks=ranks
         )
+        dispatched = time.perf_counter()
         try:
             partial = self.compute(arrivals)
         except (RuntimeError, LookupError, ValueError) as error:
             # The other ranks wait for these sums: there is no way to fail this rank's part of a layer alone.
             raise ExchangeError(f"layer {self._layer}: this rank could not compute its experts: {error}") from error
+        computed = time.perf_counter()
         self._table.count_layer()
-        return self._exchange.combine(plan, partial, len(hidden)).to(hidden.dtype)
+        combined = self._exchange.combine(plan, partial, len(hidden)).to(hidden.dtype)
+        self._clock.layer(start, dispatched, computed, time.perf_counter())
+        return combined
 
     def join_empty(self) -> None:
         """Take part in the layer's exchange without a token of one's own: others may need the experts here."""

@@ -17,6 +17,7 @@ from workers.recorder import Recorder
 from workers.routing import RoutingTable
 from workers.seam import experts_modules, take_over
 from workers.slot_cache import SlotCache
+from workers.step_clock import StepClock
 
 
 class ParallelModel:
@@ -54,7 +55,7 @@ class ParallelModel:
         self.table = RoutingTable(placement=placement, topology=topology, rank=rank, top_k=self.shape.top_k)
         self._layers: list[ExpertLayer] = []
 
-    def attach(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
+    def attach(self, group: dist.ProcessGroup, recorder: Recorder, clock: StepClock) -> None:
         """Put expert layers that meet over group in the place of the model's own, and the model on its device."""
         partial_dtype = torch.float64 if self._device.type == "cpu" else torch.float32
         exchange = Exchange(group, num_ranks=len(self.table.node_of_rank), partial_dtype=partial_dtype)
@@ -67,6 +68,7 @@ class ParallelModel:
                 exchange=exchange,
                 table=self.table,
                 recorder=recorder,
+                clock=clock,
                 hidden_size=self.shape.hidden_size,
                 dtype=self.model.dtype,
                 device=self._device,

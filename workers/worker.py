@@ -31,6 +31,7 @@ from workers.parallel_model import ParallelModel
 from workers.peers import Rendezvous
 from workers.recorder import Recorder, StepTokens
 from workers.requests import GenerationRequest, check_request, request_number
+from workers.step_clock import StepClock, StepSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,7 @@ class ExpertWorker:
             top_k=shape.top_k,
             model=options.model.name,
         )
+        self._clock = StepClock()
         self._router = EventRouter()
         self._store: Any = None
         self._steps = 0
@@ -112,7 +114,7 @@ class ExpertWorker:
         self._mover = Mover(
             self._parallel.slab, group=groups.bulk, rank=self._rank, blob_bytes=self._parallel.layout.num_bytes
         )
-        self._parallel.attach(groups.data, self._recorder)
+        self._parallel.attach(groups.data, self._recorder, self._clock)
         model, options = self._parallel.model, self._options
         generation = GenerationConfig.from_model_config(model.config)
         generation.update(do_sample=False, max_new_tokens=1, eos_token_id=model.generation_config.eos_token_id)
@@ -202,6 +204,7 @@ class ExpertWorker:
         self._epochs.enter(epoch)
 
     def begin_step(self, batch: list[Any], input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+        self._clock.begin()
         self._parallel.table.begin_step()
         lengths = [entry.query_length for entry in batch]
         requests = [request_number(request_of(entry.state.request_id)) for entry in batch]
@@ -217,11 +220,14 @@ class ExpertWorker:
     def end_step(self) -> None:
         self._recorder.end_step()
         self._parallel.table.begin_step()
+        self._clock.end(self._steps)
         self._steps += 1
 
     def join_step(self) -> None:
         self._recorder.abandon_step()
+        self._clock.begin()
         self._parallel.join_step()
+        self._clock.end(self._steps)
         self._steps += 1
 
     # ------------------------------------------------------------------------------------------------- looking in
@@ -241,6 +247,10 @@ class ExpertWorker:
             cache={name: getattr(cache.counters, name) for name in type(cache.counters).__slots__},
             recorder={name: getattr(recorder, name) for name in type(recorder).__slots__},
         )
+
+    def recent_steps(self) -> list[StepSeconds]:
+        """How long the last steps took, oldest first."""
+        return self._clock.recent()
 
     def flush_trace(self) -> None:
         """Write what was recorded so far to disk."""

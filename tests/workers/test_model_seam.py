@@ -21,6 +21,7 @@ from tests.workers.ranks import meet, run_ranks
 from workers import peers
 from workers.parallel_model import ParallelModel
 from workers.recorder import Recorder, RecorderOptions
+from workers.step_clock import StepClock
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64,
@@ -87,7 +88,7 @@ def _difference(rank: int, groups: peers.Peers, name: str) -> float:
     recorder = Recorder(
         RecorderOptions(folder=None), rank=rank, num_layers=num_layers, num_experts=6, top_k=2, model=name
     )
-    parallel.attach(groups.data, recorder)
+    parallel.attach(groups.data, recorder, StepClock())
     if rank == 2:
         parallel.join_step()
         return 0.0
@@ -116,9 +117,8 @@ def test_the_experts_that_moved_out_leave_no_weights_behind() -> None:
         cache_share=0.5,
         host_slab_rows=1.0,
     )
-    parallel.attach(
-        None, Recorder(RecorderOptions(folder=None), rank=0, num_layers=2, num_experts=6, top_k=2, model="")
-    )
+    recorder = Recorder(RecorderOptions(folder=None), rank=0, num_layers=2, num_experts=6, top_k=2, model="")
+    parallel.attach(None, recorder, StepClock())
     after = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
     assert before > 0
     assert after == 0

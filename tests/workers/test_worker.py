@@ -75,6 +75,7 @@ def serve(rank: int, mail: Any, folder: str) -> dict[str, Any]:
     if rank < 2:
         seen["after"] = _answers(worker, [f"after-{rank}"])
     worker.stop()
+    seen["clock"] = worker.recent_steps()
     return seen
 
 
@@ -284,3 +285,11 @@ def test_the_trace_holds_every_token_that_went_through_the_model(
     assert chosen.token_id is not None
     assert chosen.token_id[order][: len(PROMPT) - 1].tolist() == list(PROMPT[1:])
     assert chosen.phase[order].tolist() == [1] * (len(PROMPT) - 1) + [0] * (NEW - 1)
+
+
+def test_every_step_is_timed_and_all_ranks_number_them_alike(seen: list[dict[str, Any]]) -> None:
+    numbers = [[step.step for step in seen[rank]["clock"]] for rank in range(RANKS)]
+    assert numbers[0] == list(range(len(numbers[0])))
+    assert all(other == numbers[0] for other in numbers)
+    for step in seen[0]["clock"]:
+        assert 0 < step.dispatch_s + step.compute_s + step.combine_s < step.total_s
