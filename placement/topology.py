@@ -55,13 +55,17 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """A tree of ranks. groups: int32 [levels, R]; the last level is the GPU, one rank each."""
+    """A tree of ranks. groups: int32 [levels, R]; the last level is the GPU, one rank each.
+
+    node_names: what the nodes are called, in order, or empty.
+    """
 
     name: str
     levels: tuple[str, ...]
     groups: NDArray[np.int32]
     links: tuple[Link, ...]
     device: Device = Device()
+    node_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         groups = np.array(self.groups, np.int32, ndmin=2)
@@ -76,6 +80,11 @@ class Topology:
                 raise TopologyError(f"topology '{self.name}': a group lies in two groups of the level above it")
         if (np.diff(groups, axis=1) < 0).any() or (np.diff(groups, axis=1) > 1).any() or groups[:, 0].any():
             raise TopologyError(f"topology '{self.name}': groups must be numbered 0, 1, 2, ... in rank order")
+        if self.node_names and len(set(self.node_names)) != self.num_nodes:
+            raise TopologyError(
+                f"topology '{self.name}': key 'node_names' must name each of {self.num_nodes} nodes once, got "
+                f"{len(set(self.node_names))} names"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -96,7 +105,8 @@ class Topology:
 
     def to_dict(self) -> dict[str, Any]:
         """The form that `from_dict` reads and that plan files and YAML use."""
-        return {
+        named = {"node_names": list(self.node_names)} if self.node_names else {}
+        return named | {
             "name": self.name,
             "levels": [
                 {"name": name, "bandwidth_gb_s": link.bandwidth / 1e9, "latency_us": round(link.latency_s * 1e6, 9)}
@@ -153,6 +163,7 @@ class _TopologyModel(_Strict):
     tree: list[Any] | None = None
     fanout: list[int] | None = None
     device: _DeviceModel = Field(default_factory=_DeviceModel)
+    node_names: list[str] = Field(default_factory=list)
 
 
 def topology_from_dict(raw: Any, *, source: str = "topology") -> Topology:
@@ -174,7 +185,14 @@ def topology_from_dict(raw: Any, *, source: str = "topology") -> Topology:
     else:
         groups = _groups_of_tree(model.tree, len(names), source)
     links = tuple(_link(level) for level in model.levels)
-    return Topology(name=model.name, levels=names, groups=groups, links=links, device=model.device.device())
+    return Topology(
+        name=model.name,
+        levels=names,
+        groups=groups,
+        links=links,
+        device=model.device.device(),
+        node_names=tuple(model.node_names),
+    )
 
 
 def _link(level: _LevelModel) -> Link:
