@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli_offline import JsonOption, offline_commands
+from cluster.cli_topology import topology_commands
 from cluster.terminal import LOG, OUT, show_result, working
 from placement.errors import ConfigError, InputError, MoetisError
 
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 
 app.add_typer(offline_commands)
+app.add_typer(topology_commands, name="topology")
 
 ConfigOption = Annotated[str, typer.Option("--config", metavar="FILE", help="The cluster's YAML file.")]
 

@@ -18,15 +18,17 @@ from placement.topology import DEFAULT_LINKS, NODE, Link
 GPU_COUNT = "nvidia.com/gpu.count"
 GPU_RESOURCE = "nvidia.com/gpu"
 _TIER = re.compile(r"fabric\.topograph\.run/tier-(\d{1,2})")
-_OUTER = ("topology.kubernetes.io/region", "topology.kubernetes.io/zone")
-_SWITCHES = tuple(f"network.topology.nvidia.com/{name}" for name in ("core", "spine", "leaf"))
-_DOMAINS = ("accelerator.topograph.run/domain", "network.topology.nvidia.com/accelerator", "nvidia.com/gpu.clique")
-_SUB_DOMAIN = "accelerator.topograph.run/sub-domain"
-_NAMES = dict(zip(_SWITCHES, ("core", "spine", "switch"), strict=True)) | {
-    _OUTER[0]: "region",
-    _OUTER[1]: "zone",
-    _SUB_DOMAIN: "nvlink-part",
+_OUTER = {
+    "topology.kubernetes.io/region": "region",
+    "topology.kubernetes.io/zone": "zone",
+    "ray.io/availability-region": "region",
+    "ray.io/availability-zone": "zone",
 }
+_SWITCHES = tuple(f"network.topology.nvidia.com/{name}" for name in ("core", "spine", "leaf"))
+CLIQUE_LABEL = "nvidia.com/gpu.clique"
+_DOMAINS = ("accelerator.topograph.run/domain", "network.topology.nvidia.com/accelerator", CLIQUE_LABEL)
+_SUB_DOMAIN = "accelerator.topograph.run/sub-domain"
+_NAMES = _OUTER | dict(zip(_SWITCHES, ("core", "spine", "switch"), strict=True)) | {_SUB_DOMAIN: "nvlink-part"}
 NVLINK_LEVEL = "nvlink"
 
 
@@ -76,11 +78,17 @@ def _labelled(name: str, labels: dict[Any, Any], capacity: dict[Any, Any], where
 
 
 def read_labels(
-    nodes: Sequence[LabelledNode], *, source: str, inside: Inside | None = None, keys: Sequence[str] = ()
+    nodes: Sequence[LabelledNode],
+    *,
+    source: str,
+    inside: Inside | None = None,
+    insides: Mapping[str, Inside] | None = None,
+    keys: Sequence[str] = (),
 ) -> Reading:
     """Group nodes by labels. keys: the labels to use, outermost first; those of Kubernetes and Topograph unless given.
 
-    Nodes without GPUs are left out, and told. inside goes before the number of GPUs that labels say.
+    Nodes without GPUs are left out, and told. inside goes before the number of GPUs that labels say; insides are those
+    of single nodes, by name.
     Raises TopologyError where a group lies in two groups of the level above it, or a node lacks a label that others
     have.
     """
@@ -88,7 +96,11 @@ def read_labels(
     if not kept:
         raise TopologyError(f"{source}: no node with a GPU among {len(nodes)} nodes")
     chosen = list(keys) or _present_keys(kept)
-    hosts = [Host(name=node.name, above=_path(node, chosen, source), inside=_inside(node, inside)) for node in kept]
+    own = insides or {}
+    hosts = [
+        Host(name=node.name, above=_path(node, chosen, source), inside=own.get(node.name, _inside(node, inside)))
+        for node in kept
+    ]
     _check_nested(hosts, chosen, source)
     levels = [_level_name(key, chosen) for key in chosen]
     links = _links(levels, max((node.num_gpus or 0) for node in kept))
