@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.utils import stream_context
 
 from placement.errors import ExchangeError
+from workers.sampling import RowSampler
 
 IDLE_WAIT_S = 0.005
 
@@ -70,6 +71,7 @@ class LockstepManager(ContinuousBatchingManager):
     ) -> None:
         super().__init__(model, generation_config, config)
         self.output_router = router
+        self.logit_processor = RowSampler(model._get_logits_processor(generation_config))
         self._control = control
         self._hooks = hooks
 

@@ -7,15 +7,39 @@ from dataclasses import dataclass
 
 from placement.errors import RequestError
 
+MAX_TEMPERATURE = 2.0
+_SEEDS = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to draw a request's tokens. temperature: 0 excluded, which is greedy and needs no Sampling. seed: 64 bits."""
+
+    temperature: float
+    seed: int
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature <= MAX_TEMPERATURE:
+            raise RequestError(f"temperature is {self.temperature}; it must be above 0 and at most {MAX_TEMPERATURE}")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if self.seed not in _SEEDS:
+            raise RequestError(f"seed is {self.seed}; it must be an integer of 64 bits")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt, as token ids, to continue greedily. stream: an event a token instead of one at the end."""
+    """One prompt, as token ids, to continue; greedily where there is no sampling.
+
+    stream: an event a token instead of one at the end.
+    """
 
     request: str
     prompt: tuple[int, ...]
     max_new_tokens: int
     stream: bool = False
+    sampling: Sampling | None = None
 
 
 def check_request(request: GenerationRequest, *, vocabulary: int, max_tokens: int) -> None:

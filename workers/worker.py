@@ -156,6 +156,7 @@ class ExpertWorker:
             request_id=name,
             max_new_tokens=request.max_new_tokens,
             streaming=request.stream,
+            sampling=request.sampling,
         )
         if accepted is None:
             self._router.close(request.request, FAILED, f"rank {self._rank} is stopping")
