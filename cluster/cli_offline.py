@@ -1,4 +1,4 @@
-"""The commands that need no cluster: plan, slots, evaluate, homes, report. They start without Ray and without torch."""
+"""The commands that need no cluster: plan, slots, evaluate, homes. They start without Ray and without torch."""
 
 from __future__ import annotations
 
@@ -192,30 +192,3 @@ def homes(
     counts = np.bincount(ranks, minlength=made.placement.num_ranks).tolist()
     result = {"homes": str(path), "requests": len(requests), "requests_per_rank": counts}
     show_result(as_json, result, lambda: OUT.print(f"{len(requests)} requests; per rank: {counts}"))
-
-
-@offline_commands.command()
-def report(
-    plan: PlanArgument,
-    trace: TraceArgument,
-    out: OutOption,
-    current: Annotated[str | None, typer.Option(metavar="PLAN", help="The plan that it would replace.")] = None,
-) -> None:
-    """Write a self-contained HTML report on a plan: what it gains, what it moves, and on what evidence.
-
-    [dim]moetis report plan.json trace/ --out report.html[/dim]
-    """
-    from cluster import offline
-    from placement.planfile import load_plan
-    from placement.report import make_report, render_html
-    from placement.trace import load_trace
-
-    path = offline.output_path(out)
-    made = load_plan(plan)
-    present = load_plan(current).placement if current is not None else None
-    with working("reading the trace"):
-        routing = load_trace(trace)
-    with working("drawing"):
-        page = render_html(make_report(made, routing, before=present))
-    offline.write_result(path, page.encode())
-    OUT.print(str(path), soft_wrap=True)

@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.demo import DemoResult
+from cluster.promises import past_epochs
+from cluster.starting import HISTORY_FILE
 from cluster.views import rebalance_to_dict
 from placement.files import write_whole
-from placement.report import LiveFigure, make_report, render_html
+from placement.report import LiveFigure, Sizes, make_report, render_html
 
 
 def to_dict(result: DemoResult) -> dict[str, Any]:
@@ -105,12 +107,15 @@ def write_report(result: DemoResult, folder: Path) -> Path:
         LiveFigure(name="tokens equal to the plain model's", before=None, after=result.verdict.tokens, unit=""),
         LiveFigure(name="ties accepted", before=None, after=result.verdict.ties, unit=""),
     )
+    moved = result.rebalance.migration
     report = make_report(
         result.rebalance.plan,
         result.held_out,
         before=result.rebalance.before.placement,
         live=live,
-        migration=result.rebalance.migration,
+        migration=moved,
+        sizes=Sizes(expert_bytes=None if moved is None else moved.expert_bytes),
+        past=past_epochs(folder / HISTORY_FILE),
         title="Moetis demo",
     )
     path = folder / "report.html"

@@ -1,7 +1,7 @@
 """Compile the numba functions ahead: `python -m placement.precompile`, run once by scripts/install.
 
 Compiled code is cached beside the sources; without this step the first plan and the first served token would wait for
-the compiler. A tiny trace goes through planning, routing of homes and evaluation, with the types that real ones have.
+the compiler. A tiny trace goes through planning, routing of homes, evaluation and a report, with the types of real ones.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 from placement.baselines import linear_placement
 from placement.dispatch import choose_ranks
 from placement.plan import make_plan
+from placement.report import make_report
 from placement.topology import load_topology
 from placement.trace import RoutingTrace
 
@@ -30,8 +31,9 @@ def precompile() -> None:
     )
     topology = load_topology("2x2")
     current = linear_placement(layers, experts, topology.num_ranks, 3)
-    make_plan(trace, topology, rows_per_rank=3, current=current)
+    plan = make_plan(trace, topology, rows_per_rank=3, current=current)
     make_plan(trace, topology, rows_per_rank=3)
+    make_report(plan, trace, before=current)
     choose_ranks(
         np.zeros((1, 2), np.int64),
         np.zeros(1, np.int32),

@@ -1,137 +1,253 @@
-"""The charts of a report. Labels are numbers and ranks only: nothing from outside is drawn as text.
+"""The charts of a report, as what plotly.js reads. Labels are numbers and our own words: a name from outside is never
+drawn as chart text, which Plotly takes for markup.
 
-One colour, one meaning on the whole page: a colour for each placement, one for migration, Viridis for intensity.
+One colour, one meaning on the whole page: a colour for each placement, one for migration, Viridis for intensity. Cells
+of heat maps travel as 16-bit numbers (see `pack`), which the page's script unpacks.
 """
 
 from __future__ import annotations
 
+import base64
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
+from numpy.typing import NDArray
 
+from placement.report.activation import Activation
+from placement.report.affinity import PairMap
+from placement.report.cachecurve import CacheCurve
 from placement.report.measured import LABELS
+from placement.report.memory import TIERS
 from placement.report.noun import Report
 from placement.report.numbers import tick_step
+from placement.report.tables import name_ranks, placements
 
 GRID, INK = "rgba(128,128,128,0.25)", "#808080"
 COLOURS = {"before": "#9a9a9a", "eplb": "#e08a00", "after": "#2f7ed8", "after_routed_homes": "#12a187"}
+TIER_COLOURS = ("#c0392b", "#e08a00", "#5b8db8", "#9a9a9a")
 VISITS = {"nodes_visited": "other nodes", "ranks_visited": "other ranks"}
 MIGRATION_COLOUR = "#9b59b6"
-MAX_CELLS, MAX_NAMED_RANKS, MAX_TICKS = 20_000, 8, 20
-COLOUR_BAR = {"orientation": "h", "y": 1.0, "yanchor": "bottom", "thickness": 12, "len": 0.7}
+MAX_CELLS, MAX_TICKS, MISSING = 60_000, 20, 65_535
 
 
-def load_heat_map(report: Report) -> go.Figure:
-    """Experts (columns, busiest first in each layer) by layer; the hover names the expert and its ranks."""
-    num_layers = report.load.shape[0]
-    busiest = np.argsort(-report.load, axis=1)[:, : max(1, MAX_CELLS // num_layers)]
-    names = [
-        [f"{expert} on {name_ranks(report.holders[layer][expert])}" for expert in row]
-        for layer, row in enumerate(busiest.tolist())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """data, layout: Plotly's, of the first variant. variants: for each, what of data[0] and of the layout it replaces.
+
+    rows, columns: what a reader calls the two axes of a heat map, 'layer' and 'expert'; empty for other charts.
+    """
+
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+    rows: str = ""
+    columns: str = ""
+    variants: list[dict[str, Any]] = field(default_factory=list)
+
+
+def pack(cells: NDArray[Any]) -> dict[str, Any]:
+    """[n, m] numbers from 0 up as base64 of little-endian 16-bit integers, to be multiplied by scale; NaN is 65535."""
+    largest = float(np.nanmax(cells)) if cells.size and not np.isnan(cells).all() else 0.0
+    scale = largest / (MISSING - 1) or 1.0
+    words = np.where(np.isnan(cells), MISSING, np.round(np.nan_to_num(cells) / scale)).astype("<u2")
+    return {"packed": base64.b64encode(words.tobytes()).decode(), "columns": cells.shape[1], "scale": scale}
+
+
+def load_heat_map(report: Report) -> Figure:
+    """Experts by layer; by id, and busiest first in each layer. The hover names the expert and its ranks."""
+    num_layers, num_experts = report.load.shape
+    most = max(1, MAX_CELLS // num_layers)
+    orders = [np.tile(np.arange(num_experts), (num_layers, 1))[:, :most], np.argsort(-report.load, axis=1)[:, :most]]
+    names = [[name_ranks(holders) for holders in layer] for layer in report.holders]
+    variants = [
+        {
+            "z": pack(np.take_along_axis(report.load, order, axis=1)),
+            "experts": pack(order.astype(np.float64)),
+            "axes": {"xaxis": {"title": {"text": title}}},
+        }
+        for order, title in zip(orders, ("expert", "place in the layer, busiest expert first"), strict=True)
     ]
-    figure = go.Figure(
-        go.Heatmap(
-            z=np.take_along_axis(report.load, busiest, axis=1).astype(np.float32),
-            text=names,
-            colorscale="Viridis",
-            colorbar=COLOUR_BAR | {"title": {"text": "load over the layer's mean", "side": "top"}},
-            hovertemplate="layer %{y}<br>expert %{text}<br>load %{z:.2f} x the mean<extra></extra>",
+    trace = _heat("load over the layer's mean", "layer %{y}<br>expert %{text}<br>load %{z:.2f} x the mean")
+    layout = _layout("expert", "layer", height=190 + 14 * min(num_layers, 60), top=70)
+    _whole_ticks(layout["xaxis"], orders[0].shape[1])
+    _whole_ticks(layout["yaxis"], num_layers)
+    layout["yaxis"]["autorange"] = "reversed"
+    trace["holders"] = names
+    return Figure(data=[trace], layout=layout, rows="layer", columns="expert", variants=variants)
+
+
+def activation_map(found: Activation) -> Figure:
+    """Positions by expert; a variant for each kind and layer, kinds outermost."""
+    bins, experts = found.bins, list(range(found.share.shape[3]))
+    variants = [{"z": pack(100 * layer)} for kind in found.share for layer in kind]
+    trace = _heat("% of tokens that choose it", "positions %{y}<br>expert %{x}<br>%{z:.2f}% of tokens")
+    trace |= {"x": experts, "y": bins}
+    layout = _layout("expert", "position in the request", height=170 + 16 * len(bins), top=70)
+    _whole_ticks(layout["xaxis"], len(experts))
+    layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
+    return Figure(data=[trace], layout=layout, rows="positions", columns="expert", variants=variants)
+
+
+def pair_map(maps: tuple[PairMap, ...], rows: str, columns: str) -> Figure:
+    """Pairs of experts that tokens use together, experts in the order of their ranks; a variant a map."""
+    variants = []
+    for one in maps:
+        names = [[str(expert) for expert in order.tolist()] for order in (one.columns, one.rows)]
+        ticks = [labels[:: tick_step(len(labels), MAX_TICKS)] for labels in names]
+        variants.append(
+            {
+                "z": pack(100 * one.share),
+                "x": names[0],
+                "y": names[1],
+                "axes": {"xaxis": {"tickvals": ticks[0]}, "yaxis": {"tickvals": ticks[1]}},
+            }
         )
-    )
-    _whole_ticks(figure.layout.xaxis, busiest.shape[1])
-    _whole_ticks(figure.layout.yaxis, num_layers)
-    figure.update_yaxes(autorange="reversed")
-    height = 170 + 16 * min(num_layers, 60)
-    return _styled(figure, "place in the layer, busiest expert first", "layer", height=height, top=70)
+    trace = _heat("% of tokens that use both", f"{rows} %{{y}}, {columns} %{{x}}<br>%{{z:.2f}}% of tokens")
+    layout = _layout(f"{columns}, by rank", f"{rows}, by rank", height=520, top=70)
+    layout["xaxis"] |= {"type": "category"}
+    layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
+    return Figure(data=[trace], layout=layout, rows=rows, columns=columns, variants=variants)
 
 
-def coactivation_map(report: Report, index: int) -> go.Figure:
-    """Pairs of experts of one layer that tokens use together, experts in the order of their ranks."""
-    _, order, share = report.coactivation[index]
-    labels = [str(expert) for expert in order.tolist()]
-    figure = go.Figure(
-        go.Heatmap(
-            z=(100 * share).astype(np.float32),
-            x=labels,
-            y=labels,
-            colorscale="Viridis",
-            colorbar=COLOUR_BAR | {"title": {"text": "% of tokens that use both", "side": "top"}},
-            hovertemplate="experts %{x} and %{y}<br>%{z:.2f}% of tokens<extra></extra>",
-        )
-    )
-    ticks = labels[:: tick_step(len(labels), MAX_TICKS)]
-    figure.update_xaxes(type="category", tickvals=ticks)
-    figure.update_yaxes(type="category", tickvals=ticks, autorange="reversed")
-    return _styled(figure, "expert, by rank", "expert, by rank", height=520, top=70)
-
-
-def rank_load_bars(report: Report) -> go.Figure:
+def rank_load_bars(report: Report) -> Figure:
     """Load per rank over the mean, before and with the plan."""
-    figure = go.Figure()
-    for name, traffic in (("before", report.traffic_before), ("after", report.traffic_after)):
-        if traffic is not None:
-            load = traffic.load.astype(np.float32)
-            figure.add_bar(x=np.arange(len(load)), y=load, name=LABELS[name], marker_color=COLOURS[name])
-    figure.add_hline(y=1, line_color=INK, line_dash="dot")
-    figure.update_traces(hovertemplate="rank %{x}: %{y:.3f} x the mean<extra>%{fullData.name}</extra>")
-    _whole_ticks(figure.layout.xaxis, len(report.traffic_after.load))
-    return _styled(figure, "rank", "load / mean", height=320)
+    data = [
+        {
+            "type": "bar",
+            "y": _rounded(traffic.load),
+            "name": LABELS[name],
+            "marker": {"color": COLOURS[name]},
+            "hovertemplate": "rank %{x}: %{y:.3f} x the mean<extra>%{fullData.name}</extra>",
+        }
+        for name, traffic in placements(report)
+    ]
+    layout = _layout("rank", "load / mean", height=320)
+    mean = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1, "line": {"color": INK, "dash": "dot"}}
+    layout["shapes"] = [mean]
+    _whole_ticks(layout["xaxis"], len(report.traffic_after.load))
+    return Figure(data=data, layout=layout)
 
 
-def score_bars(report: Report) -> go.Figure:
+def memory_bars(report: Report) -> Figure:
+    """Slots of each rank by tier, all layers together."""
+    memory = report.memory
+    parts = [(TIERS[tier], memory.slots[:, tier], TIER_COLOURS[tier]) for tier in memory.tiers]
+    if memory.empty.any():
+        parts.append(("empty", memory.empty, "rgba(128,128,128,0.3)"))
+    data = [
+        {
+            "type": "bar",
+            "y": slots.tolist(),
+            "name": name,
+            "marker": {"color": colour},
+            "hovertemplate": "rank %{x}: %{y} slots<extra>%{fullData.name}</extra>",
+        }
+        for name, slots, colour in parts
+    ]
+    layout = _layout("rank", "slots of all layers", height=300) | {"barmode": "stack"}
+    _whole_ticks(layout["xaxis"], len(memory.empty))
+    return Figure(data=data, layout=layout)
+
+
+def score_bars(report: Report) -> Figure:
     """Other nodes and other ranks visited per token and layer, a bar for each placement."""
     scores = report.measured.scores
     known = [visits for visits in VISITS if any(visits in score for score in scores.values())]
-    figure = go.Figure()
-    for name, score in scores.items():
-        figure.add_bar(
-            x=[VISITS[visits] for visits in known],
-            y=[score.get(visits) for visits in known],
-            name=LABELS[name],
-            marker_color=COLOURS[name],
-            hovertemplate="%{x}: %{y:.3f}<extra>%{fullData.name}</extra>",
-        )
-    return _styled(figure, "", "visits per token and layer", height=340)
+    data = [
+        {
+            "type": "bar",
+            "x": [VISITS[visits] for visits in known],
+            "y": [score.get(visits) for visits in known],
+            "name": LABELS[name],
+            "marker": {"color": COLOURS[name]},
+            "hovertemplate": "%{x}: %{y:.3f}<extra>%{fullData.name}</extra>",
+        }
+        for name, score in scores.items()
+    ]
+    return Figure(data=data, layout=_layout("", "visits per token and layer", height=340))
 
 
-def migration_bars(report: Report) -> go.Figure:
+def migration_bars(report: Report) -> Figure:
     """Experts copied in each round."""
-    numbers = np.arange(1, len(report.rounds) + 1)
     moves = [step.moves for step in report.rounds]
-    figure = go.Figure(go.Bar(x=numbers, y=moves, name="copies", showlegend=False, marker_color=MIGRATION_COLOUR))
-    figure.update_traces(hovertemplate="round %{x}: %{y} experts<extra></extra>")
-    _whole_ticks(figure.layout.xaxis, len(numbers))
-    figure.update_xaxes(tick0=1 if len(numbers) <= MAX_TICKS else 0)
-    _whole_ticks(figure.layout.yaxis, max(moves), most=6)
-    return _styled(figure, "round", "experts copied", height=280)
+    bars = {
+        "type": "bar",
+        "x": list(range(1, len(moves) + 1)),
+        "y": moves,
+        "name": "copies",
+        "marker": {"color": MIGRATION_COLOUR},
+        "hovertemplate": "round %{x}: %{y} experts<extra></extra>",
+    }
+    layout = _layout("round", "experts copied", height=280) | {"showlegend": False}
+    _whole_ticks(layout["xaxis"], len(moves))
+    layout["xaxis"]["tick0"] = 1 if len(moves) <= MAX_TICKS else 0
+    _whole_ticks(layout["yaxis"], max(moves), most=6)
+    return Figure(data=[bars], layout=layout)
 
 
-def name_ranks(ranks: tuple[int, ...]) -> str:
-    """'0, 3, 5', and only the first of very many."""
-    named = ", ".join(str(rank) for rank in ranks[:MAX_NAMED_RANKS])
-    more = len(ranks) - MAX_NAMED_RANKS
-    return f"{named} and {more} more" if more > 0 else named
+def cache_lines(curve: CacheCurve) -> Figure:
+    """Hit rate by slots: least recently used, and Belady's bound."""
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "x": curve.slots.tolist(),
+            "y": _rounded(100 * share),
+            "name": name,
+            "line": {"color": colour, "dash": dash},
+            "hovertemplate": "%{x} slots: %{y:.1f}% hit<extra>%{fullData.name}</extra>",
+        }
+        for name, share, colour, dash in (
+            ("least recently used", curve.lru, COLOURS["after"], "solid"),
+            ("best possible (Belady)", curve.belady, INK, "dash"),
+        )
+    ]
+    layout = _layout("GPU slots per layer and rank", "reads that hit, %", height=340)
+    layout["yaxis"]["range"] = [0, 101]
+    _whole_ticks(layout["xaxis"], int(curve.slots.max()))
+    return Figure(data=data, layout=layout)
 
 
-def _whole_ticks(axis: Any, count: int, most: int = MAX_TICKS) -> None:
-    axis.update(tickmode="linear", tick0=0, dtick=tick_step(count, most), tickformat="d")
+def _heat(title: str, hover: str) -> dict[str, Any]:
+    return {
+        "type": "heatmap",
+        "colorscale": "Viridis",
+        "colorbar": {
+            "orientation": "h",
+            "y": 1.0,
+            "yanchor": "bottom",
+            "thickness": 12,
+            "len": 0.7,
+            "title": {"text": title, "side": "top"},
+        },
+        "hovertemplate": f"{hover}<extra></extra>",
+    }
 
 
-def _styled(figure: go.Figure, x: str, y: str, *, height: int, top: int = 45) -> go.Figure:
+def _rounded(values: NDArray[np.float64]) -> list[float]:
+    rounded: list[float] = np.round(values, 5).tolist()
+    return rounded
+
+
+def _whole_ticks(axis: dict[str, Any], count: int, most: int = MAX_TICKS) -> None:
+    axis |= {"tickmode": "linear", "tick0": 0, "dtick": tick_step(count, most), "tickformat": "d"}
+
+
+def _layout(x: str, y: str, *, height: int, top: int = 45) -> dict[str, Any]:
     """Transparent, so that it lies on a light and on a dark page; the page's style sheet gives the text its colour."""
-    figure.update_layout(
-        template="none",
-        height=height,
-        margin={"l": 55, "r": 10, "t": top, "b": 50},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"color": INK},
-        hoverlabel={"bgcolor": "#20242b", "font": {"color": "#ffffff"}},
-        dragmode=False,
-        showlegend=True,
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-    )
-    figure.update_xaxes(title={"text": x, "standoff": 8}, gridcolor=GRID, automargin=True)
-    figure.update_yaxes(title={"text": y, "standoff": 8}, gridcolor=GRID, automargin=True)
-    return figure
+    axes = {
+        name: {"title": {"text": title, "standoff": 8}, "gridcolor": GRID, "automargin": True}
+        for name, title in (("xaxis", x), ("yaxis", y))
+    }
+    return axes | {
+        "height": height,
+        "margin": {"l": 55, "r": 10, "t": top, "b": 50},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": INK},
+        "hoverlabel": {"bgcolor": "#20242b", "font": {"color": "#ffffff"}},
+        "hovermode": "closest",
+        "dragmode": False,
+        "showlegend": True,
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+    }

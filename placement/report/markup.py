@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from html import escape
 
-import plotly.graph_objects as go
+from placement.report.figures import Figure
+from placement.report.tables import Table
 
-CHART_CONFIG = {"responsive": True, "displayModeBar": False, "scrollZoom": False}
+KEYS = "arrow keys read its numbers"
 
 
-def section(heading: str, content: str) -> str:
-    return f"<section><h2>{escape(heading)}</h2>{content}</section>"
+def section(name: str, heading: str, content: str) -> str:
+    """name: an id of our own, for links."""
+    return (
+        f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{escape(heading)}</h2>{content}</section>'
+    )
 
 
 def look(text: str) -> str:
@@ -19,25 +25,45 @@ def look(text: str) -> str:
     return f'<p class="look">{escape(text)}</p>'
 
 
-def chart(figure: go.Figure, label: str) -> str:
-    """A chart that a screen reader announces by its label; the table beside it has the numbers."""
-    html: str = figure.to_html(full_html=False, include_plotlyjs=False, config=CHART_CONFIG)
-    return f'<div role="img" aria-label="{escape(label)}">{html}</div>'
+def chart(name: str, figure: Figure, label: str, pickers: Sequence[tuple[str, Sequence[str]]] = ()) -> str:
+    """A chart that the page's script draws once it is in sight. name: an id of our own.
+
+    pickers: (what, choices) of drop-down lists; together they pick the figure's variant, the first one outermost. The
+    script also writes all of the chart's numbers as a table, when it is asked for.
+    """
+    lists = "".join(
+        f"<label>{escape(what)} <select>{''.join(f'<option>{escape(choice)}</option>' for choice in choices)}"
+        f"</select></label>"
+        for what, choices in pickers
+    )
+    return (
+        f'<div class="chart" id="chart-{name}">{f"<p class=pickers>{lists}</p>" if lists else ""}'
+        f'<div class="plot" tabindex="0" role="application" aria-roledescription="chart" '
+        f'aria-label="{escape(label)}; {KEYS}" style="min-height:{figure.layout["height"]}px"></div>'
+        f'<p class="reading" aria-live="polite"></p><script type="application/json">{_json(figure)}</script>'
+        f'<details class="all"><summary>all numbers of this chart</summary><div class="scroll" tabindex="0"></div>'
+        f"</details></div>"
+    )
 
 
-def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, dense: bool = False) -> str:
-    """The first cell of a row is its header. dense: small type, for tables of many columns."""
-    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+def _json(figure: Figure) -> str:
+    """JSON that can't end the script element it lies in."""
+    text = json.dumps(asdict(figure), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def table(content: Table) -> str:
+    """The first cell of a row is its header."""
+    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in content.head)
     body = "".join(
         f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
-        for row in rows
+        for row in content.rows
     )
-    kind = ' class="dense"' if dense else ""
     return (
-        f'<div class="scroll" tabindex="0"><table{kind}><caption>{escape(caption)}</caption><thead><tr>{top}</tr>'
+        f'<div class="scroll" tabindex="0"><table><caption>{escape(content.caption)}</caption><thead><tr>{top}</tr>'
         f"</thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def folded(summary: str, content: str, *, is_open: bool = False) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{content}</details>"
+def folded(summary: str, content: Table) -> str:
+    return f"<details><summary>{escape(summary)}, as a table</summary>{table(content)}</details>"

@@ -8,17 +8,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.core import Placement
+from placement.counts import Counts, check_counts
+from placement.errors import TraceError
 from placement.evaluate import check_fit
-from placement.graph import count_coactivation, count_load
+from placement.graph import count_load
 from placement.migration import MigrationPlan, plan_migration
 from placement.planfile import Plan
+from placement.report.activation import Activation, count_activation
+from placement.report.affinity import PairMap, coactivation_maps, transition_maps
+from placement.report.cachecurve import CacheCurve, cache_curve
 from placement.report.measured import Measured, read_measured
-from placement.report.traffic import Traffic, count_traffic
+from placement.report.memory import Memory, count_memory
+from placement.report.partly import Part, best_part, copies_by_layer
+from placement.report.promises import PastEpoch
+from placement.report.rounds import RoundFigure, round_figures
+from placement.report.traffic import Traffic, count_traffic, spread_counts
 from placement.topology import Topology
 from placement.trace import RoutingTrace
 
-# Maps of all pairs of a layer's experts are the bulk of a page: as many layers as stay under this many cells.
-MAX_LAYERS_WITH_COACTIVATION, MAX_COACTIVATION_CELLS = 4, 70_000
+# Tokens times layers times top-k that the charts look at; beyond, every n-th token is taken.
+MAX_CHOICES = 12_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +41,21 @@ class LiveFigure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundFigure:
-    """One round of a migration: pairs of ranks that exchange experts, experts copied, bytes."""
+class Sizes:
+    """What the model's parts take, as far as it is known: the weights of one expert, one hidden state as it is sent."""
 
-    pairs: int
-    moves: int
-    num_bytes: int
+    expert_bytes: int | None = None
+    token_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What a page shows. before_epoch: of the placement that the plan would replace; None where none was given.
 
-    load [L, E]: (token, expert) pairs over the layer's mean. holders[layer][expert]: the ranks that hold it.
-    coactivation: (layer, order [n] of experts by rank, share [n, n] of tokens that use both) of a few layers.
-    traffic_before, traffic_after: of this trace, by the two placements.
+    num_tokens, num_requests: of the trace; sampled_tokens: those that the charts show. load [L, E]: (token, expert)
+    pairs over the layer's mean. holders[layer][expert]: the ranks that hold it. traffic_before, traffic_after: of the
+    sampled tokens, by the two placements. part: of the plan, that brings nearly all of it. From counts alone there is
+    load and no more: no tokens, activation, pairs, cache, and traffic without visits; counted then names their source.
     """
 
     title: str
@@ -54,19 +63,28 @@ class Report:
     model: str
     top_k: int
     num_tokens: int
+    sampled_tokens: int
     num_requests: int
     sampling_rate: float
     homes_recorded: bool
     workloads: tuple[str, ...]
     measured: Measured
+    sizes: Sizes
     before_epoch: int | None
     load: NDArray[np.float64]
     holders: tuple[tuple[tuple[int, ...], ...], ...]
-    coactivation: tuple[tuple[int, NDArray[np.intp], NDArray[np.float64]], ...]
+    activation: Activation | None
+    coactivation: tuple[PairMap, ...]
+    transitions: tuple[PairMap, ...]
     traffic_before: Traffic | None
     traffic_after: Traffic
+    memory: Memory
+    cache: CacheCurve | None
     rounds: tuple[RoundFigure, ...]
+    part: Part | None
     live: tuple[LiveFigure, ...]
+    past: tuple[PastEpoch, ...]
+    counted: str | None = None
 
     @property
     def topology(self) -> Topology:
@@ -79,40 +97,125 @@ def make_report(
     *,
     before: Placement | None = None,
     live: tuple[LiveFigure, ...] = (),
+    past: tuple[PastEpoch, ...] = (),
     migration: MigrationPlan | None = None,
-    expert_bytes: int = 1,
+    sizes: Sizes = Sizes(),
     title: str = "Moetis placement report",
 ) -> Report:
     """Gather a report. before: the placement that the plan would replace, for its moves and the load per rank.
 
-    migration is planned here unless given; without expert_bytes its rounds count experts only. Raises TraceError,
+    migration is planned here unless given; without an expert's size its rounds count experts only. Raises TraceError,
     TopologyError or PlacementError where plan, trace and before are not of one model and cluster, and PlacementError
     where `plan.measured` is not what it should be.
     """
     check_fit(plan.placement, plan.topology, trace)
-    load = count_load(trace)[0].astype(np.float64)
-    if migration is None and before is not None and before.epoch < plan.placement.epoch:
-        migration = plan_migration(before, plan.placement, plan.topology, expert_bytes)
+    shown = _sample(trace)
+    judged = _held_out(shown)
+    after = count_traffic(plan.placement, plan.topology, shown, judged)
+    old = None if before is None else count_traffic(before, plan.topology, shown, judged)
+    part = None
+    if before is not None and old is not None and before.epoch < plan.placement.epoch:
+        part = best_part(old.nodes_by_layer, after.nodes_by_layer, copies_by_layer(before, plan.placement))
+    load = count_load(shown)[0].astype(np.float64)
     return Report(
         title=title,
         plan=plan,
         model=trace.model,
         top_k=trace.top_k,
         num_tokens=trace.num_tokens,
+        sampled_tokens=shown.num_tokens,
         num_requests=trace.num_requests,
         sampling_rate=trace.sampling_rate,
         homes_recorded=bool(trace.source_rank.min() >= 0),
         workloads=trace.workload_names,
         measured=read_measured(plan.measured),
+        sizes=sizes,
         before_epoch=None if before is None else before.epoch,
         load=load / load.mean(axis=1, keepdims=True),
         holders=_holders(plan.placement),
-        coactivation=tuple(_coactivation(plan.placement, layer, trace) for layer in _some_layers(trace)),
-        traffic_before=None if before is None else count_traffic(before, plan.topology, trace),
-        traffic_after=count_traffic(plan.placement, plan.topology, trace),
-        rounds=() if migration is None else _rounds(migration),
+        activation=count_activation(shown),
+        coactivation=coactivation_maps(plan.placement, shown),
+        transitions=transition_maps(plan.placement, shown),
+        traffic_before=old,
+        traffic_after=after,
+        memory=count_memory(plan.placement),
+        cache=cache_curve(plan.placement, plan.topology, shown),
+        rounds=_rounds(plan, before, migration, sizes),
+        part=part,
         live=live,
+        past=past,
     )
+
+
+def make_counts_report(
+    plan: Plan,
+    counts: Counts,
+    *,
+    before: Placement | None = None,
+    past: tuple[PastEpoch, ...] = (),
+    sizes: Sizes = Sizes(),
+    title: str = "Moetis placement report",
+) -> Report:
+    """A report from expert counts alone: load of experts and ranks, memory, migration. Raises as `make_report`."""
+    for placement in (plan.placement, before):
+        if placement is not None:
+            check_counts(placement, plan.topology, counts)
+    mean = counts.load.mean(axis=1, keepdims=True)
+    return Report(
+        title=title,
+        plan=plan,
+        model="",
+        top_k=0,
+        num_tokens=0,
+        sampled_tokens=0,
+        num_requests=0,
+        sampling_rate=1.0,
+        homes_recorded=False,
+        workloads=(),
+        measured=read_measured(plan.measured),
+        sizes=sizes,
+        before_epoch=None if before is None else before.epoch,
+        load=counts.load / np.where(mean > 0, mean, 1.0),
+        holders=_holders(plan.placement),
+        activation=None,
+        coactivation=(),
+        transitions=(),
+        traffic_before=None if before is None else spread_counts(before, counts),
+        traffic_after=spread_counts(plan.placement, counts),
+        memory=count_memory(plan.placement),
+        cache=None,
+        rounds=_rounds(plan, before, None, sizes),
+        part=None,
+        live=(),
+        past=past,
+        counted=counts.source,
+    )
+
+
+def _rounds(
+    plan: Plan, before: Placement | None, migration: MigrationPlan | None, sizes: Sizes
+) -> tuple[RoundFigure, ...]:
+    """Of the migration, which is planned here unless given; none where the plan does not follow on."""
+    if migration is None and before is not None and before.epoch < plan.placement.epoch:
+        migration = plan_migration(before, plan.placement, plan.topology, sizes.expert_bytes or 1)
+    if migration is None:
+        return ()
+    return round_figures(migration, plan.topology, sized=sizes.expert_bytes is not None)
+
+
+def _sample(trace: RoutingTrace) -> RoutingTrace:
+    """Every n-th token where there are very many, in the order of the trace."""
+    every = -(-trace.num_tokens * trace.num_layers * trace.top_k // MAX_CHOICES)
+    return trace if every <= 1 else trace.select(np.arange(0, trace.num_tokens, every))
+
+
+def _held_out(trace: RoutingTrace) -> NDArray[np.bool_] | None:
+    """The tokens [T] that `moetis plan` does not fit on; None (all) where there is one request."""
+    try:
+        _, held_out = trace.split_by_request()
+    except TraceError:
+        return None
+    return np.isin(trace.request, held_out.request)
 
 
 def _holders(placement: Placement) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -120,31 +223,4 @@ def _holders(placement: Placement) -> tuple[tuple[tuple[int, ...], ...], ...]:
     return tuple(
         tuple(tuple(np.flatnonzero(layer[:, expert]).tolist()) for expert in range(placement.num_experts))
         for layer in holds
-    )
-
-
-def _some_layers(trace: RoutingTrace) -> list[int]:
-    most = max(1, min(MAX_LAYERS_WITH_COACTIVATION, MAX_COACTIVATION_CELLS // trace.num_experts**2))
-    count = min(most, trace.num_layers)
-    return sorted({int(layer) for layer in np.linspace(0, trace.num_layers - 1, count)})
-
-
-def _coactivation(
-    placement: Placement, layer: int, trace: RoutingTrace
-) -> tuple[int, NDArray[np.intp], NDArray[np.float64]]:
-    row = placement.physical_to_logical[layer]
-    order = np.array(list(dict.fromkeys(row[row >= 0].tolist())), np.intp)
-    pairs = count_coactivation(trace.experts[:, layer], trace.num_experts)
-    share = pairs[np.ix_(order, order)] / trace.num_tokens
-    return layer, order, share
-
-
-def _rounds(migration: MigrationPlan) -> tuple[RoundFigure, ...]:
-    return tuple(
-        RoundFigure(
-            pairs=len({frozenset((move.source.rank, move.target.rank)) for move in moves}),
-            moves=len(moves),
-            num_bytes=len(moves) * migration.expert_bytes,
-        )
-        for moves in migration.rounds
     )

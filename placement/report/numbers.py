@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 
 UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
@@ -41,3 +42,23 @@ def tick_step(count: int, most: int) -> int:
             if count <= most * digit * scale:
                 return digit * scale
         scale *= 10
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, runs drawn together: '0-3, 7, 9-10'."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(str(end) for end in run) for run in runs)
+
+
+def seconds(value: float) -> str:
+    """Three digits and a unit that fits: 1.5 ms, 23 s, 4.2 min."""
+    if value >= 100:
+        return f"{value / 60:.3g} min"
+    if value >= 1:
+        return f"{value:.3g} s"
+    return f"{1000 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} us"

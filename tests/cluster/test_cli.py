@@ -136,7 +136,7 @@ def _bad(folder: Path) -> dict[str, tuple[list[str], str]]:
         "baseline": (["evaluate", "{plan}", "{trace}", "--baseline", "best"], "best"),
         "homes": (["evaluate", "{plan}", "{trace}", "--homes", str(folder / "short.npy")], "has 3 requests"),
         "prefix": (["homes", "{plan}", "{trace}", "--prefix", "0", *out], "--prefix"),
-        "report": (["report", "{plan}", str(folder / "model.npz"), *out], "another model"),
+        "report": (["report", "{plan}", str(folder / "model.npz"), "--chat"], "another model"),
         "counts missing": (["plan", str(folder / "other_keys.npz"), *plan[2:], *out], "name one of its keys"),
         "counts key": (["plan", str(folder / "wrong.npz"), *plan[2:], "--counts-key", "x", *out], "found counts, flat"),
         "counts shape": (["plan", str(folder / "wrong.npz"), *plan[2:], "--counts-key", "flat", *out], "got (3,)"),

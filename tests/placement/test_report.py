@@ -11,12 +11,13 @@ import pytest
 
 from placement.baselines import linear_placement
 from placement.core import Placement
+from placement.counts import Counts
 from placement.errors import PlacementError, TraceError
 from placement.evaluate import replay
 from placement.homes import homes_of
 from placement.plan import make_plan
 from placement.planfile import Plan
-from placement.report import LiveFigure, make_report, render_html, report_to_json
+from placement.report import LiveFigure, Sizes, make_counts_report, make_report, render_html, report_to_json
 from placement.topology import load_topology
 from placement.trace import RoutingTrace
 
@@ -100,7 +101,9 @@ def test_a_plan_without_figures_gets_no_verdict(plan: Plan) -> None:
 
 def test_the_migration_and_the_live_figures_are_on_the_page(plan: Plan) -> None:
     live = (LiveFigure(name="cache hit rate", before=0.4, after=0.5, unit="%"),)
-    report = make_report(plan, _trace(), before=linear_placement(2, 8, 4, 3), live=live, expert_bytes=10**6)
+    report = make_report(
+        plan, _trace(), before=linear_placement(2, 8, 4, 3), live=live, sizes=Sizes(expert_bytes=10**6)
+    )
     text = Scripts(render_html(report)).text
     assert sum(step.moves for step in report.rounds) > 0
     assert "experts are copied" in text
@@ -138,9 +141,10 @@ def test_58_layers_of_256_experts_stay_under_6_megabytes() -> None:
     table = np.roll(before.physical_to_logical.reshape(58, 8, 36), 1, axis=1).reshape(58, -1)
     after = replace(before, epoch=1, physical_to_logical=table)
     plan = Plan(placement=after, topology=load_topology("2x4"), measured={})
-    page = render_html(make_report(plan, trace, before=before, expert_bytes=44_000_000))
+    page = render_html(make_report(plan, trace, before=before, sizes=Sizes(expert_bytes=44_000_000)))
     assert len(page.encode()) < 6_000_000
     assert "the 8 busiest experts of each layer" in page
+    assert "Shown: layer 0, 57 of 58." in page
 
 
 def test_many_ranks_are_drawn_and_listed_in_part() -> None:
@@ -176,18 +180,43 @@ def test_visits_and_load_are_those_of_a_replay(plan: Plan) -> None:
     assert traffic.load == pytest.approx(load / load.mean())
 
 
-def test_charts_have_a_label_tables_row_headers_and_small_ones_are_whole(plan: Plan) -> None:
+def test_charts_have_a_label_and_tables_row_headers(plan: Plan) -> None:
     page = render_html(make_report(plan, _trace(), before=linear_placement(2, 8, 4, 3)))
-    assert page.count('role="img" aria-label="') == 8
+    assert (
+        page.count('role="application" aria-roledescription="chart" aria-label="') == page.count('class="chart"') == 9
+    )
+    assert page.count('role="img" aria-label="') == 2
     assert "<tr><td>" not in page
-    text = Scripts(page).text
-    assert "all loads, as a table" in text
-    assert "all pairs of layer 0, as a table" in text
+    assert page.count("as a table</summary><div") == 7
 
 
 def test_the_hint_stands_above_its_chart(plan: Plan) -> None:
     page = render_html(make_report(plan, _trace()))
     assert 0 < page.index("Shorter is better") < page.index("bar chart: nodes and ranks visited")
+
+
+def test_hidden_states_on_links_are_one_a_node_and_one_a_further_rank_inside(plan: Plan) -> None:
+    report = make_report(plan, _trace(), sizes=Sizes(token_bytes=10))
+    traffic = report.traffic_after
+    assert traffic.vectors.tolist() == pytest.approx([traffic.visited(0), traffic.visited(1) - traffic.visited(0)])
+    assert traffic.bytes_per_token(0, 10) == pytest.approx(2 * 2 * 10 * traffic.visited(0))
+    assert "bytes per token, plan" in Scripts(render_html(report)).text
+
+
+def test_counts_alone_have_a_page_of_load_and_memory_and_moves() -> None:
+    placement = linear_placement(2, 8, 4, 3)
+    after = replace(placement, epoch=1, physical_to_logical=placement.physical_to_logical[:, ::-1])
+    measured = {name: {"load_max_over_mean": load} for name, load in (("before", 1.5), ("after", 1.1))}
+    plan = Plan(placement=after, topology=load_topology("2x2"), measured=measured)
+    counts = Counts(load=np.vstack([np.arange(8.0), np.zeros(8)]), source="counts 'c.npz': key 'counts'")
+    report = make_counts_report(plan, counts, before=placement)
+    text = Scripts(render_html(report)).text
+    assert "Apply: hops are not known, and it levels the load; on the counts that it was made from" in text
+    assert "The charts of experts and ranks show counts 'c.npz'" in text
+    assert "experts are copied" in text
+    assert "Topology and traffic" not in text
+    found = json.loads(report_to_json(report))
+    assert (found["cache"], found["activation"], found["traffic"]["after"]["levels"]) == (None, None, [])
 
 
 def test_a_plan_that_does_not_follow_on_lists_no_moves(plan: Plan) -> None:
@@ -198,7 +227,9 @@ def test_a_plan_that_does_not_follow_on_lists_no_moves(plan: Plan) -> None:
 
 def test_the_json_has_the_numbers_of_the_page(plan: Plan) -> None:
     live = (LiveFigure(name="speed", before=None, after=float("nan"), unit="1/s"),)
-    report = make_report(plan, _trace(), before=linear_placement(2, 8, 4, 3), live=live, expert_bytes=10**6)
+    report = make_report(
+        plan, _trace(), before=linear_placement(2, 8, 4, 3), live=live, sizes=Sizes(expert_bytes=10**6)
+    )
     found = json.loads(report_to_json(report))
     assert found["measured"]["held_out"] == {"tokens": 80, "requests": 4}
     assert found["measured"]["scores"]["after"]["nodes_visited"] == plan.measured["after"]["nodes_visited"]

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from placement.errors import PlacementError
 from placement.report.measured import read_measured
-from placement.report.numbers import human_bytes, percent, quantity, tick_step
+from placement.report.numbers import human_bytes, number_ranges, percent, quantity, seconds, tick_step
+from placement.report.partly import Part
 from placement.report.verdict import Decision, judge
 
 JSON_VALUES = st.recursive(
@@ -46,13 +47,13 @@ def test_a_gain_whose_whole_interval_is_a_gain_is_applied() -> None:
 @pytest.mark.parametrize(
     ("hops", "load", "trust", "decision", "why"),
     [
-        ((2.0, 1.9), (1.4, 1.1), (0.9, 1.01), Decision.NOT_SURE, "within what chance could do"),
-        ((2.0, 1.5), (1.4, 1.1), None, Decision.NOT_SURE, "does not say how far its figures can be trusted"),
+        ((2.0, 1.9), (1.4, 1.1), (0.9, 1.01), Decision.LEAVE, "within what chance could do"),
+        ((2.0, 1.5), (1.4, 1.1), None, Decision.LEAVE, "does not say how far its figures can be trusted"),
         ((2.0, 1.98), (1.4, 1.4), (0.985, 0.995), Decision.LEAVE, "below 2%"),
-        ((2.0, 1.8), (1.1, 1.5), (0.88, 0.92), Decision.NOT_SURE, "grows by more than the hops shrink"),
+        ((2.0, 1.8), (1.1, 1.5), (0.88, 0.92), Decision.LEAVE, "grows by more than the hops shrink"),
         ((2.0, 2.0), (1.1, 1.1), (1.0, 1.0), Decision.LEAVE, "it saves no hops"),
         ((2.0, 2.1), (1.1, 1.1), (0.9, 1.2), Decision.LEAVE, "it saves no hops"),
-        ((2.0, 2.0), (1.5, 1.1), (1.0, 1.0), Decision.NOT_SURE, "it levels the load"),
+        ((2.0, 2.0), (1.5, 1.1), (1.0, 1.0), Decision.APPLY, "it levels the load"),
     ],
 )
 def test_a_gain_that_is_unsure_small_or_dear_is_not_applied(
@@ -63,7 +64,19 @@ def test_a_gain_that_is_unsure_small_or_dear_is_not_applied(
 
 
 def test_an_interval_over_very_few_requests_is_not_believed() -> None:
-    assert _judge((2.0, 1.5), (1.4, 1.1), (0.7, 0.8), requests=4)[0] is Decision.NOT_SURE
+    assert _judge((2.0, 1.5), (1.4, 1.1), (0.7, 0.8), requests=4)[0] is Decision.LEAVE
+
+
+def test_a_part_that_brings_nearly_all_is_what_is_to_be_applied() -> None:
+    part = Part(layers=(0, 1, 2, 7), saving=0.95, copies=0.3)
+    verdict = judge(read_measured(_measured((2.0, 1.5), (1.4, 1.1), (0.7, 0.8))), part)
+    assert verdict.decision is Decision.PARTLY
+    assert verdict.text.startswith("Apply partly: layers 0-2, 7 bring 95% of the saving for 30% of the copies")
+
+
+def test_a_part_of_a_plan_that_does_not_pay_is_left_too() -> None:
+    part = Part(layers=(0,), saving=0.95, copies=0.3)
+    assert judge(read_measured(_measured((2.0, 1.9), (1.4, 1.1), (0.9, 1.01))), part).decision is Decision.LEAVE
 
 
 def test_worse_balance_beside_fewer_hops_is_said() -> None:
@@ -75,7 +88,7 @@ def test_worse_balance_beside_fewer_hops_is_said() -> None:
 def test_one_node_is_judged_by_its_load() -> None:
     figures = {"nodes_visited": 0.0, "load_max_over_mean": 1.5}
     level = {"before": figures, "after": figures | {"load_max_over_mean": 1.1}}
-    assert judge(read_measured(level)).decision is Decision.NOT_SURE
+    assert judge(read_measured(level)).decision is Decision.APPLY
     assert judge(read_measured({"before": figures, "after": figures})).decision is Decision.LEAVE
     worse = {"before": figures, "after": figures | {"nodes_visited": 0.1}}
     assert "adds hops where there were none" in judge(read_measured(worse)).text
@@ -155,3 +168,12 @@ def test_numbers_are_for_people() -> None:
 
 def test_ticks_are_thinned_to_what_fits() -> None:
     assert [tick_step(count, 20) for count in (1, 20, 24, 58, 256, 10_000)] == [1, 1, 2, 5, 20, 500]
+
+
+def test_numbers_in_a_row_are_drawn_together() -> None:
+    assert number_ranges((0, 1, 2, 7, 9, 10)) == "0-2, 7, 9-10"
+    assert number_ranges(()) == ""
+
+
+def test_seconds_have_a_unit_that_fits() -> None:
+    assert [seconds(value) for value in (3e-6, 0.0015, 2.5, 200)] == ["3 us", "1.5 ms", "2.5 s", "3.33 min"]

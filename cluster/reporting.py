@@ -1,0 +1,84 @@
+"""What `moetis report` does: files in, a report out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.promises import past_epochs
+from placement.core import Placement
+from placement.counts import holds_counts, load_counts
+from placement.errors import ConfigError
+from placement.planfile import Plan, load_plan, plan_to_json
+from placement.report import (
+    Report,
+    Sizes,
+    make_counts_report,
+    make_report,
+    render_chat,
+    render_html,
+    render_markdown,
+    report_to_json,
+    take_part,
+)
+from placement.trace import load_trace
+
+FORM_OF_SUFFIX = {
+    ".html": "html",
+    ".htm": "html",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    ".json": "json",
+    ".txt": "chat",
+}
+RENDERERS = {"html": render_html, "markdown": render_markdown, "json": report_to_json, "chat": render_chat}
+
+
+def form_of(path: Path) -> str:
+    """The form that a file's name asks for. Raises ConfigError where its suffix says nothing."""
+    form = FORM_OF_SUFFIX.get(path.suffix.lower())
+    if form is None:
+        raise ConfigError(f"--out '{path}': ends in none of {', '.join(FORM_OF_SUFFIX)}; name the form with --format")
+    return form
+
+
+def render(report: Report, form: str) -> str:
+    return RENDERERS[form](report)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportInput:
+    """The files and figures that a report is asked for with; None where one was not given."""
+
+    plan: str
+    trace: str
+    current: str | None
+    history: str | None
+    expert_bytes: int | None
+    token_bytes: int | None
+    counts_key: str | None
+    title: str
+
+
+def gather(given: ReportInput) -> tuple[Report, Placement | None]:
+    """The report, and the present placement if one was given. Raises as the readers and `make_report`."""
+    plan = load_plan(given.plan)
+    before = load_plan(given.current).placement if given.current is not None else None
+    past = past_epochs(Path(given.history)) if given.history is not None else ()
+    sizes = Sizes(expert_bytes=given.expert_bytes, token_bytes=given.token_bytes)
+    if holds_counts(given.trace, given.counts_key):
+        counts = load_counts(given.trace, given.counts_key)
+        report = make_counts_report(plan, counts, before=before, past=past, sizes=sizes, title=given.title)
+    else:
+        trace = load_trace(given.trace)
+        report = make_report(plan, trace, before=before, past=past, sizes=sizes, title=given.title)
+    return report, before
+
+
+def part_of(report: Report, before: Placement | None) -> bytes:
+    """The plan file of the part that the verdict names. Raises ConfigError where there is none."""
+    if report.part is None or before is None:
+        raise ConfigError("--part: no part of this plan brings nearly all of it for few copies; nothing is written")
+    placement = take_part(before, report.plan.placement, report.part.layers)
+    says = f"layers {', '.join(map(str, report.part.layers))} of a plan; the others as they are"
+    return plan_to_json(Plan(placement=placement, topology=report.topology, measured={"says": says})).encode()
