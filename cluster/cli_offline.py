@@ -23,6 +23,15 @@ PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file, 
 TopologyOption = Annotated[str, typer.Option(help="A topology file, or NODESxGPUS such as 4x2.")]
 OutOption = Annotated[str, typer.Option("--out", metavar="FILE", help="Where to write the result.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Sizes for step times: a known model, or a config.json. Else recognised by its shape."
+    ),
+]
+DecodeBatchOption = Annotated[int, typer.Option(min=1, help="Tokens of all ranks together in a decode step.")]
+PrefillBatchOption = Annotated[int, typer.Option(min=1, help="Tokens of all ranks together in a prefill step.")]
+OverlapOption = Annotated[bool, typer.Option("--overlap", help="Computing hides behind exchanging (two batches).")]
 SeedOption = Annotated[int, typer.Option(min=0, help="The same input and seed give the same result.")]
 
 
@@ -124,6 +133,10 @@ def evaluate(
     baseline: Annotated[
         list[Baseline] | None, typer.Option(help="Also score this; can be given several times.")
     ] = None,
+    current: Annotated[str | None, typer.Option(metavar="PLAN", help="The plan in force: also scored.")] = None,
+    other: Annotated[
+        list[str] | None, typer.Option("--with", metavar="PLAN", help="Another plan; can be given several times.")
+    ] = None,
     on: Annotated[
         JudgedOn | None, typer.Option(help="Judge on the odd requests (unless given), or on all.", show_default=False)
     ] = None,
@@ -134,34 +147,61 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    model: ModelOption = None,
+    decode_batch: DecodeBatchOption = 512,
+    prefill_batch: PrefillBatchOption = 8192,
+    gpu_share: Annotated[float, typer.Option(help="Share of a rank's experts on its GPU; others are cached.")] = 1.0,
+    overlap: OverlapOption = False,
     counts_key: CountsKeyOption = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Score a plan by replaying a trace through it, beside baselines at the same number of slots.
+    """Score a plan by replaying a trace through it, beside other plans, and baselines at the same number of slots.
 
+    Visits, load, bytes and modelled step times, prefill and decode apart, with 95% intervals over requests.
     Counts alone give the load max/mean only.
 
-    [dim]moetis evaluate plan.json trace/ --baseline eplb --json[/dim]
+    [dim]moetis evaluate plan.json trace/ --current old.json --baseline eplb --baseline linear[/dim]
     """
     from cluster import offline, views
+    from cluster.comparison import compare, other_plans
+    from cluster.comparison_view import comparison_table
+    from placement.comparing import Serving
     from placement.counts import holds_counts, load_counts
+    from placement.modelsizes import choose_sizes
     from placement.planfile import load_plan
     from placement.trace import load_trace
 
     made = load_plan(plan)
     names = [str(name) for name in baseline or []]
     if holds_counts(trace, counts_key):
-        offline.refuse_with_counts(on=on, homes=homes)
+        offline.refuse_with_counts(on=on, homes=homes, current=current, model=model)
         levels = offline.compare_counts(made, load_counts(trace, counts_key), names=names, seed=seed)
         show_result(as_json, levels, lambda: OUT.print(views.counts_table(levels)))
         return
     with working("reading the trace"):
         routing = load_trace(trace)
+    named = choose_sizes(model, routing)
+    serving = Serving(
+        sizes=named.sizes,
+        decode_batch=decode_batch,
+        prefill_batch=prefill_batch,
+        gpu_share=gpu_share,
+        overlap=overlap,
+        seed=seed,
+    )
     with working("replaying"):
-        judged_on = str(on or JudgedOn.HELD_OUT)
-        found = offline.compare(made, routing, names=names, on=judged_on, homes=homes or "recorded", seed=seed)
-    show_result(as_json, found.to_dict(), lambda: OUT.print(views.comparison_table(found)))
+        found = compare(
+            made,
+            routing,
+            others=other_plans(current, other or []),
+            baselines=names,
+            on=str(on or JudgedOn.HELD_OUT),
+            homes=homes or "recorded",
+            serving=serving,
+            sizes=named.origin,
+        )
+    show_result(as_json, found.to_dict(), lambda: OUT.print(comparison_table(found)))
 
 
 @offline_commands.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +14,13 @@ from placement.core import Placement
 from placement.counts import Counts, score_counts
 from placement.curve import CurvePoint, fewest_rows
 from placement.errors import ConfigError, PlacementError, TraceError
-from placement.evaluate import Score, check_fit, evaluate
+from placement.evaluate import check_fit
 from placement.files import write_whole
-from placement.graph import count_load
 from placement.homes import homes_of, homes_per_token, random_homes, route_homes
 from placement.planfile import Plan
 from placement.trace import RoutingTrace
 
-BASELINES = ("linear", "eplb", "random")
 HELD_OUT, ALL = "held-out", "all"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Scores of a plan and of baselines on the same requests with the same homes. judged_on and homes say which."""
-
-    judged_on: str
-    homes: str
-    plan: Score
-    baselines: dict[str, Score]
-
-    def to_dict(self) -> dict[str, Any]:
-        ratio = {
-            name: {
-                figure: _ratio(getattr(self.plan, figure), getattr(score, figure))
-                for figure in ("nodes_visited", "ranks_visited", "load_max_over_mean")
-            }
-            for name, score in self.baselines.items()
-        }
-        return {
-            "judged_on": self.judged_on,
-            "homes": self.homes,
-            "plan": self.plan.to_dict(),
-            "baselines": {name: score.to_dict() for name, score in self.baselines.items()},
-            "plan_over_baseline": ratio,
-        }
 
 
 def _ratio(mine: float, other: float) -> float | None:
@@ -74,40 +45,18 @@ def write_result(path: Path, data: bytes, option: str = "--out") -> None:
         raise ConfigError(f"{option} '{path}': cannot be written: {error.strerror}") from error
 
 
-def compare(plan: Plan, trace: RoutingTrace, *, names: list[str], on: str, homes: str, seed: int) -> Comparison:
-    """Score a plan and the named baselines on the held-out (odd) requests, or on all.
-
-    Baselines are fitted on the other requests (with on='all', on the same ones). homes: 'recorded' (random where the
-    trace does not know them), 'random', or a file from `moetis homes`.
-    """
-    check_fit(plan.placement, plan.topology, trace)
-    fit, judged = trace.split_by_request() if on == HELD_OUT else (trace, trace)
-    home = _homes(homes, trace, judged, plan.topology.num_ranks, seed)
-    load = count_load(fit)[0]
-    scores = {
-        name: evaluate(_baseline(name, load, plan.placement, seed), plan.topology, judged, home) for name in names
-    }
-    return Comparison(
-        judged_on=f"{judged.num_tokens} tokens of {judged.num_requests} {on} requests",
-        homes="random (the trace records none)" if homes == "recorded" and judged.source_rank.min() < 0 else homes,
-        plan=evaluate(plan.placement, plan.topology, judged, home),
-        baselines=scores,
-    )
-
-
-def refuse_with_counts(*, on: object, homes: object) -> None:
-    """Raises ConfigError where an option that needs tokens is given with counts alone."""
-    for option, value in (("--on", on), ("--homes", homes)):
+def refuse_with_counts(**options: object) -> None:
+    """Raises ConfigError where an option that needs tokens is given (is not None) with counts alone."""
+    for name, value in options.items():
         if value is not None:
-            raise ConfigError(f"{option} {value}: counts alone know neither requests nor homes; leave it out")
+            raise ConfigError(f"--{name} {value}: counts alone know neither requests nor homes; leave it out")
 
 
 def compare_counts(plan: Plan, counts: Counts, *, names: list[str], seed: int) -> dict[str, Any]:
     """Load max/mean of a plan and of the named baselines, which are fitted on these very counts."""
     mine = score_counts(plan.placement, plan.topology, counts)
-    scores = {
-        name: score_counts(_baseline(name, counts.load, plan.placement, seed), plan.topology, counts) for name in names
-    }
+    fitted = {name: baseline_placement(name, counts.load, plan.placement, seed) for name in names}
+    scores = {name: score_counts(placement, plan.topology, counts) for name, placement in fitted.items()}
     ratio = {
         name: {figure: _ratio(mine[figure], value) for figure, value in score.items()} for name, score in scores.items()
     }
@@ -135,7 +84,8 @@ def slots_result(curve: list[CurvePoint], num_experts: int, goal: float | None) 
     return {"curve": points, "goal": goal, "fewest": fewest}
 
 
-def _baseline(name: str, load: NDArray[Any], like: Placement, seed: int) -> Placement:
+def baseline_placement(name: str, load: NDArray[Any], like: Placement, seed: int) -> Placement:
+    """A named baseline with as many slots as another placement, fitted on load [L, E]."""
     shape = (like.num_ranks, like.rows_per_rank)
     if name == "eplb":
         return eplb_placement(load, *shape)
@@ -144,7 +94,8 @@ def _baseline(name: str, load: NDArray[Any], like: Placement, seed: int) -> Plac
     return random_placement(like.num_layers, like.num_experts, *shape, seed)
 
 
-def _homes(homes: str, trace: RoutingTrace, judged: RoutingTrace, num_ranks: int, seed: int) -> NDArray[np.int32]:
+def homes_for(homes: str, trace: RoutingTrace, judged: RoutingTrace, num_ranks: int, seed: int) -> NDArray[np.int32]:
+    """The home [T] of each judged token: 'recorded' (random where unknown), 'random', or a file from `moetis homes`."""
     if homes == "random":
         return random_homes(judged.request, num_ranks, seed)
     if homes == "recorded":

@@ -6,7 +6,6 @@ from typing import Any
 
 from rich.table import Table
 
-from cluster.offline import Comparison
 from cluster.service import RebalanceResult
 from placement.planfile import Plan
 
@@ -41,11 +40,6 @@ def plan_table(plan: Plan) -> Table:
     )
     names = {"before": "before", "eplb": "EPLB", "after": "plan", "after_routed_homes": "plan, routed homes"}
     return score_table(title, {label: measured[key] for key, label in names.items()})
-
-
-def comparison_table(found: Comparison) -> Table:
-    columns = {"plan": found.plan.to_dict()} | {name: score.to_dict() for name, score in found.baselines.items()}
-    return score_table(f"judged on {found.judged_on}, homes: {found.homes}", columns)
 
 
 def counts_plan_table(plan: Plan) -> Table:

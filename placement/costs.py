@@ -26,12 +26,19 @@ class ModelSizes:
     """What the model makes a rank read, compute and send.
 
     token_bytes: one hidden state as dispatched; expert_bytes: one expert's weights; pair_flops: one token through one
-    expert. The defaults are DeepSeek-V3's: hidden 7168 in bfloat16, experts 3 x 7168 x 2048 in 8 bits.
+    expert; combine_bytes: one sum on its way home (0: as many as dispatched). The defaults are DeepSeek-V3's: hidden
+    7168 in bfloat16, experts 3 x 7168 x 2048 in 8 bits.
     """
 
     token_bytes: float = 14_336.0
     expert_bytes: float = 44.0e6
     pair_flops: float = 88.1e6
+    combine_bytes: float = 0.0
+
+    @property
+    def home_bytes(self) -> float:
+        """One vector's bytes on the way home."""
+        return self.combine_bytes or self.token_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +60,24 @@ class StepTime:
 
 
 @nb.njit(cache=True, nogil=True)
-def _count_step(
-    chosen: Any, home: Any, table: Any, count: Any, groups: Any, node_level: Any, scratch: Any, sent: Any, got: Any
+def count_step(
+    chosen: Any,
+    home: Any,
+    table: Any,
+    count: Any,
+    groups: Any,
+    node_level: Any,
+    scratch: Any,
+    sent: Any,
+    got: Any,
+    seen: Any,
 ) -> Any:
-    """One step of one layer: fills sent, got [levels, R] vectors per group; returns pairs [R] and experts read [R]."""
+    """One step of one layer: fills sent, got [levels, R] vectors per group, and seen [R, E] (False before), the experts
+    that each rank reads; returns pairs [R] and their number [R]."""
     mark, needs, served, stamp = scratch
     num_levels, num_ranks = groups.shape
     node_of_rank = groups[node_level]
     pairs, read = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    seen = np.zeros((num_ranks, len(count)), np.bool_)
     to_rank = np.full(num_ranks, -1, np.int64)
     to_node = np.full(num_ranks, -1, np.int64)
     for token in range(len(chosen)):
@@ -95,7 +111,8 @@ def _count_step(
 def _time_layer(
     chosen: Any, home: Any, holds: Any, groups: Any, node_level: Any, bounds: Any, rates: Any, links: Any, out: Any
 ) -> None:
-    """out [steps, 2]: seconds of compute and of exchange. rates: seconds per expert read, per pair, token bytes."""
+    """out [steps, 2]: seconds of compute and of exchange. rates: seconds per expert read, per pair, bytes of a vector
+    there and back."""
     table, count = holders_of(holds)
     num_levels, num_ranks = groups.shape
     mark = np.full(2 * num_ranks, -1, np.int64)
@@ -103,14 +120,17 @@ def _time_layer(
     for step in range(len(bounds) - 1):
         sent, got = np.zeros((num_levels, num_ranks), np.int64), np.zeros((num_levels, num_ranks), np.int64)
         tokens = slice(bounds[step], bounds[step + 1])
-        pairs, read = _count_step(chosen[tokens], home[tokens], table, count, groups, node_level, scratch, sent, got)
+        seen = np.zeros((num_ranks, len(count)), np.bool_)
+        pairs, read = count_step(
+            chosen[tokens], home[tokens], table, count, groups, node_level, scratch, sent, got, seen
+        )
         out[step, 0] = (read * rates[0] + pairs * rates[1]).max()
         exchange = 0.0
         for level in range(num_levels):
             busiest = max(sent[level].max(), got[level].max())
             if busiest:
-                exchange += links[level, 1] + busiest * rates[2] / links[level, 0]
-        out[step, 1] = 2 * exchange
+                exchange += 2 * links[level, 1] + busiest * rates[2] / links[level, 0]
+        out[step, 1] = exchange
 
 
 def step_times(
@@ -132,7 +152,11 @@ def step_times(
     bounds = np.r_[0, np.cumsum(np.bincount(step))].astype(np.int64)
     device = topology.device
     rates = np.array(
-        [sizes.expert_bytes / device.hbm_bandwidth, sizes.pair_flops / device.peak_flops, sizes.token_bytes]
+        [
+            sizes.expert_bytes / device.hbm_bandwidth,
+            sizes.pair_flops / device.peak_flops,
+            sizes.token_bytes + sizes.home_bytes,
+        ]
     )
     links = np.array([[link.bandwidth, link.latency_s] for link in topology.links])
     home = np.ascontiguousarray(homes[order], np.int32)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from placement.baselines import linear_placement
+from placement.comparing import Serving, assess
+from placement.costs import ModelSizes
 from placement.dispatch import choose_ranks
 from placement.plan import make_plan
 from placement.report import make_report
@@ -34,6 +36,7 @@ def precompile() -> None:
     plan = make_plan(trace, topology, rows_per_rank=3, current=current)
     make_plan(trace, topology, rows_per_rank=3)
     make_report(plan, trace, before=current)
+    assess(current, topology, trace, trace.source_rank, Serving(sizes=ModelSizes(), gpu_share=0.5))
     choose_ranks(
         np.zeros((1, 2), np.int64),
         np.zeros(1, np.int32),
