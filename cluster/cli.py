@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli_cache import cache_commands
 from cluster.cli_offline import JsonOption, offline_commands
 from cluster.cli_report import report_commands
 from cluster.cli_topology import topology_commands
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 
 app.add_typer(offline_commands)
+app.add_typer(cache_commands)
 app.add_typer(topology_commands, name="topology")
 app.add_typer(report_commands)
 

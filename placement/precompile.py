@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from placement.baselines import linear_placement
+from placement.cache.score import score_policies
 from placement.comparing import Serving, assess
 from placement.costs import ModelSizes
 from placement.dispatch import choose_ranks
@@ -37,6 +38,7 @@ def precompile() -> None:
     make_plan(trace, topology, rows_per_rank=3)
     make_report(plan, trace, before=current)
     assess(current, topology, trace, trace.source_rank, Serving(sizes=ModelSizes(), gpu_share=0.5))
+    list(score_policies(trace, shares=[0.5], batches=[1]))
     choose_ranks(
         np.zeros((1, 2), np.int64),
         np.zeros(1, np.int32),
