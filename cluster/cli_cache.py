@@ -39,3 +39,53 @@ def cache(
     scores = list(track(steps, description="playing", total=total, console=LOG, transient=True))
     figures = {"fit": "even requests", "judged": "odd requests", "scores": [score.to_dict() for score in scores]}
     show_result(as_json, figures, lambda: OUT.print(cache_table(scores)))
+
+
+@cache_commands.command()
+def fit(
+    model: Annotated[str, typer.Argument(metavar="MODEL_FOLDER", help="config.json and safetensors shards.")],
+    gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="What may be used of one GPU; 24G is 24 GiB.")],
+    context: Annotated[str, typer.Option(metavar="TOKENS", help="Tokens a request; 64K is 65,536.")] = "8K",
+    batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
+    link_gbs: Annotated[float, typer.Option(min=0.1, help="Host to GPU, GB/s; `moetis doctor` measures it.")] = 55.0,
+    hbm_gbs: Annotated[float, typer.Option(min=1, help="GPU memory, GB/s.")] = 3000.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether a model fits: what stays on the GPU, the KV cache, expert slots, host memory, bounds on speed.
+
+    Reads the config and the shards' headers alone. Refuses, with the sum, what can't fit.
+
+    [dim]moetis fit models/qwen3-30b --gpu-memory 24G --context 64K --batch 8[/dim]
+    """
+    from pathlib import Path
+
+    from cluster.fit import amount_of, fit_table
+    from placement.fit.checkpoint import read_checkpoint
+    from placement.fit.sizing import FitRequest, fit_model
+
+    request = FitRequest(
+        gpu_bytes=amount_of(gpu_memory, "--gpu-memory"),
+        context=amount_of(context, "--context"),
+        batch=batch,
+        link_bandwidth=link_gbs * 1e9,
+        hbm_bandwidth=hbm_gbs * 1e9,
+    )
+    found = fit_model(read_checkpoint(Path(model)), request, Path(model))
+    show_result(as_json, found.to_dict(), lambda: OUT.print(fit_table(found)))
+
+
+@cache_commands.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Check this machine: PCIe link, pinned and pageable copies, NUMA, locked and shared memory, driver, NCCL.
+
+    [dim]moetis doctor --json[/dim]
+    """
+    from dataclasses import asdict
+
+    from cluster.fit import doctor_table
+    from workers.doctor import examine
+
+    with working("measuring"):
+        findings = examine()
+    figures = {"findings": [asdict(finding) for finding in findings]}
+    show_result(as_json, figures, lambda: OUT.print(doctor_table(findings)))

@@ -28,3 +28,14 @@ def test_a_share_that_is_none_is_named(text: str) -> None:
 def test_a_batch_that_is_none_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="--batch"):
         numbers_of(text, "--batch")
+
+
+def test_fit_tells_slots_by_precision_and_refuses_what_cannot_fit() -> None:
+    model = "configs/models/demo"
+    done = moetis("fit", model, "--gpu-memory", "1G", "--context", "2K", "--batch", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [row["precision"] for row in json.loads(done.stdout)["precisions"]] == ["stored", "int8", "int4"]
+    refused = moetis("fit", model, "--gpu-memory", "100M")
+    assert refused.returncode == 2
+    assert "does not fit" in refused.stderr
+    assert refused.stdout == ""
