@@ -11,6 +11,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from cluster.gateway.relay import Relay
 from cluster.history import History
 from cluster.service import PlacementService, RebalanceResult
 from placement.core import Placement
@@ -164,3 +165,9 @@ def start_service(
     """The placement service, by the name under which `moetis rebalance` finds it."""
     remote = ray.remote(PlacementServiceActor).options(name=SERVICE_NAME, num_cpus=0, max_concurrency=4)
     return remote.remote(history, workers, initial, trace_dir, min_gain, seed)
+
+
+def start_relay(*, max_requests: int, max_tokens: int) -> ActorHandle[Any]:
+    """The gateway's relay. One that dies comes back empty: what was under way ends, and new requests are served."""
+    remote = ray.remote(Relay).options(num_cpus=0, max_concurrency=1000, max_restarts=-1)
+    return remote.remote(max_requests=max_requests, max_tokens=max_tokens)

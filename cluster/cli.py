@@ -69,18 +69,32 @@ def demo(
 
 
 @app.command()
-def serve(config: ConfigOption) -> None:
-    """Serve a model on a cluster: requests on stdin, answers on stdout, a JSON object a line each.
+def serve(
+    config: ConfigOption,
+    http: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Listen there, with OpenAI's API, in place of stdin.")
+    ] = None,
+) -> None:
+    """Serve a model on a cluster: with OpenAI's API over HTTP, or on stdin and stdout, a JSON object a line each.
 
-    In: {"id": "a", "prompt": "def main(", "max_new_tokens": 32, "stream": true}, or {"cancel": "a"}.
+    [dim]moetis serve --config configs/clusters/demo.yaml --http 127.0.0.1:8000[/dim]
+
+    On stdin: {"id": "a", "prompt": "def main(", "max_new_tokens": 32, "stream": true}, or {"cancel": "a"}.
     Out: {"id", "text", "tokens"} as they come, then "end": "finished", "cancelled" or "failed" (with "error").
-    Ends at the end of stdin, or with Ctrl-C. `moetis rebalance` with the same file re-places its experts meanwhile.
+    Ends with Ctrl-C, or at the end of stdin. `moetis rebalance` with the same file re-places its experts meanwhile.
 
     [dim]echo '{"id": "a", "prompt": "def main("}' | moetis serve --config configs/clusters/demo.yaml[/dim]
     """
     from cluster.config import load_config
     from cluster.serve import run_serve
 
+    if http is not None:
+        from cluster.gateway.deploy import parse_address
+        from cluster.gateway.serving import run_gateway
+
+        with redirect_stdout(sys.stderr):
+            run_gateway(load_config(config), parse_address(http))
+        return
     if sys.stdin is None or sys.stdout is None:
         raise ConfigError("stdin or stdout is closed; requests come on stdin and answers go to stdout")
     cluster = load_config(config)

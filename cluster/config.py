@@ -58,6 +58,25 @@ class RebalanceConfig(_Strict):
     seed: int = 0
 
 
+class GatewayConfig(_Strict):
+    """The OpenAI-compatible gateway of `serve --http`.
+
+    model_name: what clients call the model; the model folder's name if absent. replicas: of the HTTP front end.
+    api_keys_file: keys, one a line. api_keys_env: the name of an environment variable with keys, separated by commas.
+    max_requests, max_tokens: what may be under way at once, tokens being prompts and what they may still add; beyond,
+    clients get status 429. default_max_tokens: of a chat request that does not say. max_body_kb: of a request's JSON.
+    """
+
+    model_name: str | None = Field(default=None, min_length=1)
+    replicas: int = Field(default=1, ge=1)
+    api_keys_file: Path | None = Field(default=None, strict=False)
+    api_keys_env: str | None = Field(default=None, min_length=1)
+    max_requests: int = Field(default=256, ge=1)
+    max_tokens: int = Field(default=1_000_000, ge=1)
+    default_max_tokens: int = Field(default=1024, ge=1)
+    max_body_kb: int = Field(default=1024, ge=1)
+
+
 class ClusterConfig(_Strict):
     """One serving cluster. topology: a file or a shorthand like 2x2. initial_plan: a plan file; linear if absent."""
 
@@ -71,6 +90,7 @@ class ClusterConfig(_Strict):
     workers: WorkerConfig = Field(default_factory=WorkerConfig)
     recorder: RecorderConfig = Field(default_factory=RecorderConfig)
     rebalance: RebalanceConfig = Field(default_factory=RebalanceConfig)
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
 
     @property
     def trace_dir(self) -> Path:

@@ -23,6 +23,7 @@ from cluster.history import History
 from cluster.service import RebalanceResult
 from cluster.starting import history_path, starting_plan
 from placement.errors import MoetisError
+from placement.planfile import Plan
 from placement.topology import load_topology
 from workers.events import FAILED, TokenEvent
 from workers.requests import GenerationRequest
@@ -158,6 +159,11 @@ class Fleet:
         """Plan from the trace so far and enact it beside the traffic; returns when it is done."""
         result: RebalanceResult = answer(self._service.rebalance.remote())
         return result
+
+    def plan(self) -> Plan:
+        """The plan of the epoch that is served."""
+        plan: Plan = answer(self._service.current.remote())
+        return plan
 
     def progress(self) -> str:
         text: str = answer(self._service.progress.remote())

@@ -1,4 +1,4 @@
-"""`moetis serve`: a cluster behind stdin and stdout, one JSON object a line."""
+"""`moetis serve` without --http: a cluster behind stdin and stdout, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_serve(config: ClusterConfig, requests: int, answers: TextIO) -> None:
     inbox: Inbox = queue.SimpleQueue()
     with (
         held(config.run_dir),
-        _ray(config, topology.num_ranks) as contact,
+        open_ray(config, topology.num_ranks) as contact,
         LOG.status("starting ...") as status,
         Fleet(config, note=lambda text: status.update(f"{text} ..."), failed=inbox.put) as fleet,
     ):
@@ -61,7 +61,8 @@ def run_serve(config: ClusterConfig, requests: int, answers: TextIO) -> None:
 
 
 @contextmanager
-def _ray(config: ClusterConfig, num_ranks: int) -> Iterator[Contact]:
+def open_ray(config: ClusterConfig, num_ranks: int) -> Iterator[Contact]:
+    """The Ray cluster that a configuration names: one of its own, or one that is joined."""
     if config.ray.address == "local":
         memory = config.ray.object_store_mb
         with local_cluster(name=config.name, num_cpus=num_ranks, object_store_mb=memory) as contact:

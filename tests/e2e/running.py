@@ -49,15 +49,22 @@ def demo_like_config(folder: Path, **changes: Any) -> Path:
 
 
 class Serving:
-    """`moetis serve` as a process: write lines, wait for answers."""
+    """`moetis serve` as a process: write lines, wait for answers. options: more of the command line."""
 
-    def __init__(self, folder: Path, config: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Path,
+        *options: str,
+        ready: str = "requests on stdin",
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self._folder = folder
         self._errors = (folder / "stderr").open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cluster", "serve", "--config", str(config)],
+            [sys.executable, "-m", "cluster", "serve", "--config", str(config), *options],
             cwd=ROOT,
-            env=own_environment(folder),
+            env=own_environment(folder) | (environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -66,7 +73,7 @@ class Serving:
         self.answers: dict[str | None, list[dict[str, Any]]] = {}
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
-        self._wait(lambda: "requests on stdin" in self.stderr(), "the cluster did not come up")
+        self._wait(lambda: ready in self.stderr(), "the cluster did not come up")
 
     def _read(self) -> None:
         assert self.process.stdout is not None

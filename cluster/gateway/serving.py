@@ -1,0 +1,40 @@
+"""`moetis serve --http`: the fleet, the relay and the gateway, from start to end."""
+
+from __future__ import annotations
+
+import queue
+
+from cluster.actors import start_relay
+from cluster.config import ClusterConfig
+from cluster.fleet import Fleet
+from cluster.gateway.deploy import Address, check_address, gateway, gateway_settings
+from cluster.gateway.front import Front, Inbox
+from cluster.local_ray import write_contact
+from cluster.rundir import held
+from cluster.serve import open_ray
+from cluster.terminal import LOG
+from placement.topology import load_topology
+
+
+def run_gateway(config: ClusterConfig, address: Address) -> None:
+    """Serve over HTTP until a signal, or until the fleet fails, which is raised as MoetisError."""
+    settings = gateway_settings(config)
+    check_address(address, with_keys=bool(settings.key_hashes))
+    topology = load_topology(config.topology)
+    inbox: Inbox = queue.SimpleQueue()
+    with (
+        held(config.run_dir),
+        open_ray(config, topology.num_ranks) as contact,
+        LOG.status("starting ...") as status,
+        Fleet(config, note=lambda text: status.update(f"{text} ..."), failed=inbox.put) as fleet,
+    ):
+        status.update("starting the gateway ...")
+        relay = start_relay(max_requests=config.gateway.max_requests, max_tokens=config.gateway.max_tokens)
+        with gateway(config, settings, relay, address):
+            path = write_contact(config.run_dir, contact)
+            try:
+                status.stop()
+                LOG.print(f"{topology.num_ranks} ranks serve '{settings.model}' at http://{address}/v1")
+                Front(fleet, relay, topology, inbox, trace_dir=config.trace_dir).run()
+            finally:
+                path.unlink(missing_ok=True)
