@@ -1,7 +1,7 @@
 """A Ray cluster of one's own on this machine, or the road to one that a Moetis cluster runs on already.
 
 Plain `ray.init()` joins whatever cluster it finds. Here everything is explicit: a new cluster gets its own temp dir and
-its own token, listens on loopback, and ends with the process that started it.
+its own token, listens on loopback, and ends with the process that started it, even one that is killed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+from cluster.watchdog import watched
 from placement.errors import ConfigError, MoetisError
 from placement.files import write_whole
 
@@ -58,7 +59,7 @@ def local_cluster(*, name: str, num_cpus: int, object_store_mb: int) -> Iterator
     token_path.write_text(secrets.token_hex(32))
     variables = _OWN_VARIABLES | _SINGLE_NODE | {"RAY_AUTH_TOKEN_PATH": str(token_path)}
     try:
-        with _environment(variables):
+        with watched(folder, Path(ray.__file__).parent), _environment(variables):
             context = _start(folder, num_cpus, object_store_mb)
             try:
                 yield Contact(

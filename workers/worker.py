@@ -26,6 +26,7 @@ from workers.events import CANCELLED, FAILED, EventRouter, TokenEvent, request_o
 from workers.loading import ModelShape, device_of, load_model
 from workers.lockstep import LockstepManager
 from workers.mover import Mover
+from workers.numa import bind_near
 from workers.options import WorkerOptions
 from workers.parallel_model import ParallelModel
 from workers.peers import Rendezvous
@@ -60,6 +61,7 @@ class ExpertWorker:
         self._rank = rank
         self._num_ranks = topology.num_ranks
         self._device = device_of(options.device)
+        bind_near(self._device)
         self._parallel = ParallelModel(
             load_model(options, self._device),
             placement=placement,
