@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli_cache import cache_commands
+from cluster.cli_interchange import interchange_commands
 from cluster.cli_offline import JsonOption, offline_commands
 from cluster.cli_report import report_commands
 from cluster.cli_topology import topology_commands
@@ -37,6 +38,7 @@ app.add_typer(offline_commands)
 app.add_typer(cache_commands)
 app.add_typer(topology_commands, name="topology")
 app.add_typer(report_commands)
+app.add_typer(interchange_commands)
 
 ConfigOption = Annotated[str, typer.Option("--config", metavar="FILE", help="The cluster's YAML file.")]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli_offline import JsonOption, TraceArgument
-from cluster.terminal import LOG, OUT, show_result, working
+from cluster.terminal import LOG, OUT, show_result
 
 cache_commands = typer.Typer()
 
@@ -28,12 +28,11 @@ def cache(
     from rich.progress import track
 
     from cluster.cache import cache_table, numbers_of, shares_of
+    from cluster.sources import read_trace
     from placement.cache.score import score_policies
-    from placement.trace import load_trace
 
     shares, batches = shares_of(slots), numbers_of(batch, "--batch")
-    with working("reading the trace"):
-        routing = load_trace(trace)
+    routing = read_trace(trace)
     steps = score_policies(routing, shares=shares, batches=batches)
     total = len(shares) * len(batches)
     scores = list(track(steps, description="playing", total=total, console=LOG, transient=True))

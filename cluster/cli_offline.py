@@ -11,13 +11,19 @@ from cluster.terminal import LOG, OUT, show_result, working
 
 offline_commands = typer.Typer()
 
-TraceArgument = Annotated[str, typer.Argument(metavar="TRACE", help="A folder of trace segments, or an .npz file.")]
+TraceArgument = Annotated[
+    str, typer.Argument(metavar="TRACE", help="A trace folder, an .npz, or what an engine recorded (see `import`).")
+]
 CountsArgument = Annotated[
-    str, typer.Argument(metavar="TRACE", help="A folder of trace segments, an .npz file, or an .npz of counts alone.")
+    str,
+    typer.Argument(metavar="TRACE", help="A trace folder, an .npz, what an engine recorded (see `import`), or counts."),
 ]
 CountsKeyOption = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Read the file as counts: its array NAME [layers, experts] (else 'counts')."),
+]
+ExpertsOption = Annotated[
+    int | None, typer.Option("--experts", metavar="N", min=1, help="Experts of a layer, where the trace lacks it.")
 ]
 PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file, as `moetis plan` writes it.")]
 TopologyOption = Annotated[str, typer.Option(help="A topology file, or NODESxGPUS such as 4x2.")]
@@ -54,6 +60,7 @@ def plan(
     out: OutOption,
     current: Annotated[str | None, typer.Option(metavar="PLAN", help="The plan in force: little is moved.")] = None,
     counts_key: CountsKeyOption = None,
+    experts: ExpertsOption = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -64,28 +71,26 @@ def plan(
     [dim]moetis plan trace/ --topology 4x2 --slots-per-rank 5 --out plan.json[/dim]
     """
     from cluster import offline, views
-    from placement.counts import holds_counts, load_counts, plan_counts
+    from cluster.sources import read_source
+    from placement.counts import Counts, plan_counts
+    from placement.interchange.pieces import Hints
     from placement.plan import make_plan
     from placement.planfile import load_plan, plan_to_json
     from placement.topology import load_topology
-    from placement.trace import load_trace
 
     path = offline.output_path(out)
     tree = load_topology(topology)
     present = load_plan(current) if current is not None else None
     offline.check_current(present, slots_per_rank, tree.num_ranks)
     before = present.placement if present is not None else None
-    if holds_counts(trace, counts_key):
-        counts = load_counts(trace, counts_key)
-        with working("planning"):
-            made = plan_counts(counts, tree, rows_per_rank=slots_per_rank, current=before)
-        table = views.counts_plan_table(made)
-    else:
-        with working("reading the trace"):
-            routing = load_trace(trace)
-        with working("planning"):
+    routing = read_source(trace, Hints(counts_key=counts_key, num_experts=experts))
+    with working("planning"):
+        if isinstance(routing, Counts):
+            made = plan_counts(routing, tree, rows_per_rank=slots_per_rank, current=before)
+        else:
             made = make_plan(routing, tree, rows_per_rank=slots_per_rank, current=before, seed=seed)
-        table = views.plan_table(made)
+    made = offline.with_layers(made, routing.layers)
+    table = views.counts_plan_table(made) if isinstance(routing, Counts) else views.plan_table(made)
     offline.write_result(path, plan_to_json(made).encode())
     LOG.print(f"wrote {path}")
     show_result(as_json, {"plan": str(path), **made.measured}, lambda: OUT.print(table))
@@ -99,6 +104,7 @@ def slots(
     last: Annotated[float, typer.Option("--to", metavar="TIMES", help="The same, where the curve ends.")] = 2.0,
     points: Annotated[int, typer.Option(min=2, help="Plans to make at most, evenly spread.")] = 9,
     goal: Annotated[str | None, typer.Option(metavar="PERCENT", help="Visits to save, such as 30%.")] = None,
+    experts: ExpertsOption = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -111,14 +117,14 @@ def slots(
     from rich.progress import track
 
     from cluster import offline, views
+    from cluster.sources import read_trace
     from placement.curve import rows_between, slots_curve
+    from placement.interchange.pieces import Hints
     from placement.topology import load_topology
-    from placement.trace import load_trace
 
     share = offline.share_of(goal, "--goal") if goal is not None else None
     tree = load_topology(topology)
-    with working("reading the trace"):
-        routing = load_trace(trace)
+    routing = read_trace(trace, Hints(num_experts=experts))
     rows = rows_between(tree, routing.num_experts, first, last, points)
     steps = slots_curve(routing, tree, rows, seed=seed)
     curve = list(track(steps, description="planning", total=len(rows), console=LOG, transient=True))
@@ -166,21 +172,21 @@ def evaluate(
     from cluster import offline, views
     from cluster.comparison import compare, other_plans
     from cluster.comparison_view import comparison_table
+    from cluster.sources import read_source
     from placement.comparing import Serving
-    from placement.counts import holds_counts, load_counts
+    from placement.counts import Counts
+    from placement.interchange.pieces import Hints
     from placement.modelsizes import choose_sizes
     from placement.planfile import load_plan
-    from placement.trace import load_trace
 
     made = load_plan(plan)
     names = [str(name) for name in baseline or []]
-    if holds_counts(trace, counts_key):
+    routing = read_source(trace, Hints(counts_key=counts_key, num_experts=made.placement.num_experts))
+    if isinstance(routing, Counts):
         offline.refuse_with_counts(on=on, homes=homes, current=current, model=model)
-        levels = offline.compare_counts(made, load_counts(trace, counts_key), names=names, seed=seed)
+        levels = offline.compare_counts(made, routing, names=names, seed=seed)
         show_result(as_json, levels, lambda: OUT.print(views.counts_table(levels)))
         return
-    with working("reading the trace"):
-        routing = load_trace(trace)
     named = choose_sizes(model, routing)
     serving = Serving(
         sizes=named.sizes,
@@ -219,13 +225,13 @@ def homes(
     import numpy as np
 
     from cluster import offline
+    from cluster.sources import read_trace
+    from placement.interchange.pieces import Hints
     from placement.planfile import load_plan
-    from placement.trace import load_trace
 
     path = offline.output_path(out)
     made = load_plan(plan)
-    with working("reading the trace"):
-        routing = load_trace(trace)
+    routing = read_trace(trace, Hints(num_experts=made.placement.num_experts))
     requests, ranks, data = offline.homes_file(made, routing, prefix)
     offline.write_result(path, data)
     LOG.print(f"wrote {path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from placement.errors import ConfigError, PlacementError, TraceError
 from placement.evaluate import check_fit
 from placement.files import write_whole
 from placement.homes import homes_of, homes_per_token, random_homes, route_homes
+from placement.layers import ModelLayers
 from placement.planfile import Plan
 from placement.trace import RoutingTrace
 
@@ -128,6 +130,11 @@ def homes_file(plan: Plan, trace: RoutingTrace, prefix: int) -> tuple[NDArray[np
     buffer = io.BytesIO()
     np.save(buffer, ranks.astype(np.int32))
     return requests, ranks, buffer.getvalue()
+
+
+def with_layers(plan: Plan, layers: ModelLayers | None) -> Plan:
+    """The plan, with which hidden layers of the model its layers are, where that is known."""
+    return plan if layers is None else replace(plan, measured=plan.measured | {"layers": layers.to_dict()})
 
 
 def check_current(current: Plan | None, slots_per_rank: int, num_ranks: int) -> None:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.promises import past_epochs
+from cluster.sources import read_source
 from placement.core import Placement
-from placement.counts import holds_counts, load_counts
+from placement.counts import Counts
 from placement.errors import ConfigError
+from placement.interchange.pieces import Hints
 from placement.planfile import Plan, load_plan, plan_to_json
 from placement.report import (
     Report,
@@ -21,7 +23,6 @@ from placement.report import (
     report_to_json,
     take_part,
 )
-from placement.trace import load_trace
 
 FORM_OF_SUFFIX = {
     ".html": "html",
@@ -66,11 +67,10 @@ def gather(given: ReportInput) -> tuple[Report, Placement | None]:
     before = load_plan(given.current).placement if given.current is not None else None
     past = past_epochs(Path(given.history)) if given.history is not None else ()
     sizes = Sizes(expert_bytes=given.expert_bytes, token_bytes=given.token_bytes)
-    if holds_counts(given.trace, given.counts_key):
-        counts = load_counts(given.trace, given.counts_key)
-        report = make_counts_report(plan, counts, before=before, past=past, sizes=sizes, title=given.title)
+    trace = read_source(given.trace, Hints(counts_key=given.counts_key, num_experts=plan.placement.num_experts))
+    if isinstance(trace, Counts):
+        report = make_counts_report(plan, trace, before=before, past=past, sizes=sizes, title=given.title)
     else:
-        trace = load_trace(given.trace)
         report = make_report(plan, trace, before=before, past=past, sizes=sizes, title=given.title)
     return report, before
 
@@ -81,4 +81,5 @@ def part_of(report: Report, before: Placement | None) -> bytes:
         raise ConfigError("--part: no part of this plan brings nearly all of it for few copies; nothing is written")
     placement = take_part(before, report.plan.placement, report.part.layers)
     says = f"layers {', '.join(map(str, report.part.layers))} of a plan; the others as they are"
-    return plan_to_json(Plan(placement=placement, topology=report.topology, measured={"says": says})).encode()
+    measured = {name: value for name, value in report.plan.measured.items() if name == "layers"} | {"says": says}
+    return plan_to_json(Plan(placement=placement, topology=report.topology, measured=measured)).encode()

@@ -73,17 +73,30 @@ def eplb_placement(load: NDArray[Any], num_ranks: int, rows_per_rank: int) -> Pl
     )
 
 
-def balance_placement(load: NDArray[Any], num_ranks: int, rows_per_rank: int) -> Placement:
+def balance_placement(load: NDArray[Any], num_ranks: int, rows_per_rank: int, *, enough: float = 1.0) -> Placement:
     """The best balance from loads alone: EPLB's greedy, then swaps with the heaviest rank while they lower it.
 
-    load [L, E], counts or rates. Knows nothing of hops; for models of which only counts are known.
+    load [L, E], counts or rates. Knows nothing of hops; for models of which only counts are known. Layers whose
+    max/mean over ranks is enough already are left as the greedy has them.
     """
     check_capacity(load.shape[1], num_ranks, rows_per_rank)
     weight = clean_load(load)
     table = balance_table(weight, num_ranks * rows_per_rank, 1, 1, num_ranks)
     for layer in range(len(table)):
         copies = copies_of(table[layer], load.shape[1])
-        level(table[layer].reshape(num_ranks, rows_per_rank), weight[layer] / copies, 4 * table.shape[1])
+        _level_until(table[layer].reshape(num_ranks, rows_per_rank), weight[layer] / copies, enough)
     return Placement(
         epoch=0, num_ranks=num_ranks, num_experts=load.shape[1], physical_to_logical=table.astype(np.int32)
     )
+
+
+def _level_until(rows: NDArray[np.int64], share: NDArray[np.float64], enough: float) -> None:
+    """Swap in place until max/mean over ranks is enough or no swap lowers it. rows [R, n], share [E]: of one copy."""
+    for _ in range(4 * rows.size):
+        carried = np.where(rows == EMPTY, 0.0, share[rows]).sum(axis=1)
+        if carried.max() <= enough * carried.mean():
+            return
+        before = rows.copy()
+        level(rows, share, 1)
+        if np.array_equal(rows, before):
+            return

@@ -19,6 +19,7 @@ from safetensors.numpy import save
 
 from placement.errors import TraceError
 from placement.files import write_whole
+from placement.layers import ModelLayers, layers_from_dict
 
 SEGMENT_FORMAT = "moetis-trace/1"
 UNKNOWN_RANK = -1
@@ -30,6 +31,7 @@ class RoutingTrace:
     """experts [T, L, K] logical ids; request, position, step, source_rank [T]; phase [T] 0 decode, 1 prefill.
 
     source_rank is -1 where the source of the trace does not say which rank the token's attention ran on.
+    layers: which hidden layers of the model the L layers are, None where that is unknown.
     Raises TraceError where a shape does not fit, an id is out of range, or there is no token.
     """
 
@@ -46,6 +48,7 @@ class RoutingTrace:
     workload_names: tuple[str, ...] = ()
     model: str = ""
     sampling_rate: float = 1.0
+    layers: ModelLayers | None = None
 
     def __post_init__(self) -> None:
         if self.experts.ndim != 3 or 0 in self.experts.shape:
@@ -67,6 +70,8 @@ class RoutingTrace:
                 raise TraceError(
                     f"'{name}' must be [{self.num_tokens}] like the tokens of 'experts', got {array.shape}"
                 )
+        if self.layers is not None and len(self.layers.moe) != self.num_layers:
+            raise TraceError(f"'layers' names {len(self.layers.moe)} MoE layers, 'experts' has {self.num_layers}")
         if self.gate_weight is not None and self.gate_weight.shape != self.experts.shape:
             raise TraceError(f"'gate_weight' must be {self.experts.shape} like 'experts', got {self.gate_weight.shape}")
 
@@ -133,13 +138,15 @@ def segment_bytes(trace: RoutingTrace) -> bytes:
         for item in fields(trace)
         if isinstance(getattr(trace, item.name), np.ndarray)
     }
-    header = {
+    header: dict[str, Any] = {
         "format": SEGMENT_FORMAT,
         "model": trace.model,
         "num_experts": trace.num_experts,
         "sampling_rate": trace.sampling_rate,
         "workload_names": list(trace.workload_names),
     }
+    if trace.layers is not None:
+        header["layers"] = trace.layers.to_dict()
     data: bytes = save(tensors, metadata={"moetis": json.dumps(header)})
     return data
 
@@ -165,7 +172,7 @@ def read_segment(path: Path) -> RoutingTrace:
 
 
 def _build(tensors: dict[str, Any], header: dict[str, Any], *, source: str) -> RoutingTrace:
-    allowed = {item.name for item in fields(RoutingTrace)}
+    allowed = {item.name for item in fields(RoutingTrace)} - {"layers"}
     unknown = set(tensors) - allowed
     if unknown:
         raise TraceError(f"{source}: unknown key '{sorted(unknown)[0]}'; a trace has {', '.join(sorted(allowed))}")
@@ -176,6 +183,7 @@ def _build(tensors: dict[str, Any], header: dict[str, Any], *, source: str) -> R
             model=str(header.get("model", "")),
             sampling_rate=float(header.get("sampling_rate", 1.0)),
             workload_names=tuple(str(name) for name in header.get("workload_names", ())),
+            layers=layers_from_dict(header["layers"], source=source) if "layers" in header else None,
         )
     except TraceError as error:
         raise TraceError(f"{source}: {error}") from error

@@ -1,0 +1,58 @@
+"""Reading `.pt` files of other people's machines: weights only, on the CPU, mapped where that can be."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from placement.errors import TraceError
+
+
+def read_pt(path: Path) -> Any:
+    """What a `.pt` holds, tensors as numpy arrays. Code in its pickle never runs. Raises TraceError naming the file."""
+    import torch
+
+    # Only the zip form can be mapped; the older one is read whole.
+    mapped = zipfile.is_zipfile(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            raw = torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
+        return _plain(raw, path)
+    except pickle.UnpicklingError as error:
+        raise TraceError(
+            f"{path}: holds more than tensors and plain values, which is never loaded: {_short(error)}"
+        ) from error
+    except (OSError, EOFError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise TraceError(f"{path}: not a readable .pt file: {_short(error)}") from error
+
+
+def _short(error: Exception) -> str:
+    """torch explains at length, and how to load it nevertheless; neither helps here."""
+    text = " ".join(str(error).split())
+    marker = "WeightsUnpickler error:"
+    return (text.split(marker, 1)[1].strip() if marker in text else text)[:160]
+
+
+def _plain(value: Any, path: Path) -> Any:
+    """Lists, dictionaries, numbers, texts and arrays. Raises TraceError for anything else."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.device.type != "cpu":
+            raise TraceError(f"{path}: holds a {value.layout} tensor on {value.device}; dense ones are expected")
+        whole = value.detach()
+        return (whole.float() if whole.dtype is torch.bfloat16 else whole).numpy()
+    if isinstance(value, dict):
+        return {key: _plain(one, path) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        # A list of a million token ids is one array's worth of numbers: no look at each.
+        return value if value and type(value[0]) in (int, float) else [_plain(one, path) for one in value]
+    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
+        return value
+    raise TraceError(f"{path}: holds a {type(value).__name__}; tensors and plain values are expected")
