@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 import warnings
 import zipfile
 from pathlib import Path
@@ -12,14 +13,19 @@ import numpy as np
 
 from placement.errors import TraceError
 
+_UNREADABLE = (
+    *(OSError, EOFError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError),
+    *(MemoryError, struct.error, zipfile.BadZipFile),
+)
+
 
 def read_pt(path: Path) -> Any:
     """What a `.pt` holds, tensors as numpy arrays. Code in its pickle never runs. Raises TraceError naming the file."""
     import torch
 
-    # Only the zip form can be mapped; the older one is read whole.
-    mapped = zipfile.is_zipfile(path)
     try:
+        # Only the zip form can be mapped; the older one is read whole.
+        mapped = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             raw = torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
@@ -28,7 +34,7 @@ def read_pt(path: Path) -> Any:
         raise TraceError(
             f"{path}: holds more than tensors and plain values, which is never loaded: {_short(error)}"
         ) from error
-    except (OSError, EOFError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except _UNREADABLE as error:
         raise TraceError(f"{path}: not a readable .pt file: {_short(error)}") from error
 
 

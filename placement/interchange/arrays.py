@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import zipfile
 import zlib
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from placement.errors import TraceError
 
+MAGIC = b"\x93NUMPY"
+MOST_HEADER_BYTES = 10_000
 MOST_BYTES_AT_ONCE = 1 << 33
 
 
@@ -57,24 +59,37 @@ class ArrayStream:
 def open_array(file: IO[bytes], source: str) -> ArrayStream:
     """Read the header of a `.npy` and stand before its data. Raises TraceError for what is none, or holds objects."""
     try:
-        version = npy.read_magic(file)
-        if version == (1, 0):
-            shape, fortran, dtype = npy.read_array_header_1_0(file)
-        elif version == (2, 0):
-            shape, fortran, dtype = npy.read_array_header_2_0(file)
-        else:
-            raise TraceError(f"{source}: .npy version {version} is not known")
-    except TraceError:
-        raise
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, SyntaxError) as error:
+        shape, fortran, dtype = _header(file)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         raise TraceError(f"{source}: not a readable .npy: {' '.join(str(error).split())[:160]}") from error
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise TraceError(f"{source}: not a readable .npy: {error}") from error
     if dtype.hasobject:
         raise TraceError(f"{source}: holds Python objects ({dtype}), which are never loaded; save plain numbers")
     if fortran and len(shape) > 1:
         raise TraceError(f"{source}: is in Fortran order; save it with np.ascontiguousarray")
-    if len(shape) and min(shape) < 0:
-        raise TraceError(f"{source}: has a negative size: {shape}")
     return ArrayStream(source=source, shape=shape, dtype=dtype, _file=file)
+
+
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether in Fortran order, type. numpy's own reader tries to mend Python 2's headers; this one does not."""
+    start = file.read(8)
+    width = {b"\x01\x00": 2, b"\x02\x00": 4, b"\x03\x00": 4}.get(start[6:])
+    if start[:6] != MAGIC or width is None:
+        raise ValueError(f"it begins with {start!r}, not with {MAGIC!r} and a version from 1 to 3")
+    length = int.from_bytes(file.read(width), "little")
+    text = file.read(min(length, MOST_HEADER_BYTES))
+    if len(text) != length:
+        raise ValueError(f"its header of {length} bytes is cut, or over {MOST_HEADER_BYTES}")
+    header = ast.literal_eval(text.decode("latin1").strip())
+    if not isinstance(header, dict) or set(header) != {"descr", "fortran_order", "shape"}:
+        raise ValueError("its header must name descr, fortran_order and shape")
+    shape, descr = header["shape"], header["descr"]
+    if not isinstance(shape, tuple) or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
+        raise ValueError(f"its shape is {str(shape)[:60]}")
+    if not isinstance(descr, str) or not isinstance(header["fortran_order"], bool):
+        raise ValueError(f"its type is {str(descr)[:60]}; plain numbers are expected")
+    return shape, header["fortran_order"], np.dtype(descr)
 
 
 @contextmanager

@@ -17,14 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.errors import TraceError
-from placement.interchange.arrays import open_array
+from placement.interchange.arrays import MAGIC, open_array
 from placement.interchange.headerless import Headerless, Response
 from placement.interchange.jsonlines import json_lines, one_json
 from placement.interchange.own import rows_per_piece
 from placement.interchange.pieces import Hints, Notes, Piece, filled, unknown_ranks
 from placement.trace import DECODE, PREFILL
 
-MAGIC = b"\x93NUMPY"
 NO_ROUTING_IN = "responses without routed_experts"
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from placement.planfile import load_plan
+from tests.cluster.running_cli import moetis
 from tests.e2e.running import ROOT, own_environment
+from tests.placement.foreign import HIDDEN, routing, slots_of, token_record, write_dump
 
 pytestmark = pytest.mark.long
 
@@ -98,6 +100,24 @@ def test_routed_homes_are_evaluated(output: dict[str, str], folder: Path) -> Non
 
 def test_the_report_is_written_where_it_says(output: dict[str, str], folder: Path) -> None:
     assert (folder / output["report"].strip()).read_text().startswith("<!DOCTYPE html>")
+
+
+def test_the_lines_for_sglang_make_a_file_that_it_takes(tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().split("## From the engine that you run")[1]
+    block = re.search(r"```bash\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    slots, dumps = slots_of(), tmp_path / "dumps"
+    dumps.mkdir()
+    record = token_record(routing(80), slots, positions=[*range(20)] * 4, lens=[20] * 4)
+    write_dump(dumps / "expert_distribution_recorder_1.0_0.pt", [record], slots)
+    for line in block.group(1).strip().splitlines():
+        done = moetis(*line.split()[1:], cwd=tmp_path)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+    found = json.loads((tmp_path / "experts.json").read_text())
+    assert list(found) == ["physical_to_logical_map"]
+    rows = found["physical_to_logical_map"]
+    assert [len(row) for row in rows] == [20] * HIDDEN
+    assert all(set(row) == set(range(16)) for row in rows)
 
 
 def test_serve_answers_the_piped_request(output: dict[str, str]) -> None:

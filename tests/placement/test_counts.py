@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.baselines import balance_placement
-from placement.counts import Counts, plan_counts, ranks_to_nodes, score_counts
+from placement.baselines import balance_placement, eplb_placement
+from placement.counts import LEVEL_ENOUGH, Counts, plan_counts, ranks_to_nodes, score_counts
 from placement.errors import PlacementError, TraceError
 from placement.topology import load_topology
 
@@ -29,7 +30,7 @@ def test_copies_of_an_expert_lie_on_different_nodes() -> None:
 def test_dealing_ranks_to_nodes_leaves_the_balance_over_ranks_as_it_was() -> None:
     counts, topology = _counts(3, 16), load_topology("3x2")
     made = plan_counts(counts, topology, rows_per_rank=4)
-    level = score_counts(balance_placement(counts.load, 6, 4), topology, counts)
+    level = score_counts(balance_placement(counts.load, 6, 4, enough=LEVEL_ENOUGH), topology, counts)
     assert made.measured["after"]["load_max_over_mean"] == pytest.approx(level["load_max_over_mean"])
     assert made.measured["after"]["node_load_max_over_mean"] <= level["node_load_max_over_mean"]
 
@@ -68,3 +69,27 @@ def test_every_rank_gets_the_rows_of_one_other(nodes: int, gpus: int, seed: int)
     rows = np.stack([rng.permutation(6)[:2] for _ in range(nodes * gpus)]).astype(np.int32)
     source = ranks_to_nodes(rows, rng.random(6), np.repeat(np.arange(nodes), gpus).astype(np.int32))
     assert sorted(source.tolist()) == list(range(nodes * gpus))
+
+
+DEEPSEEK = Path(__file__).parents[3] / "shared" / "traces" / "deepseek-v3-counts.npz"
+
+
+@pytest.mark.skipif(not DEEPSEEK.exists(), reason=f"{DEEPSEEK} is not on this machine")
+def test_a_plan_for_one_workload_of_deepseek_v3_is_no_worse_than_eplbs_on_the_others() -> None:
+    topology = load_topology("4x8")
+    with np.load(DEEPSEEK, allow_pickle=False) as archive:
+        workloads = [Counts(load=archive[name].astype(np.float64), source=name) for name in archive.files]
+    for fitted in workloads:
+        made = plan_counts(fitted, topology, rows_per_rank=9).placement
+        eplb = eplb_placement(fitted.load, 32, 9)
+        for other in workloads:
+            mine, theirs = (score_counts(one, topology, other) for one in (made, eplb))
+            assert mine["load_max_over_mean"] <= theirs["load_max_over_mean"] + 1e-9
+
+
+def test_a_layer_that_is_level_enough_is_left_as_the_greedy_has_it() -> None:
+    counts = _counts(4, 32)
+    greedy, fine = eplb_placement(counts.load, 4, 9), balance_placement(counts.load, 4, 9)
+    enough = balance_placement(counts.load, 4, 9, enough=1.5)
+    assert (enough.physical_to_logical == greedy.physical_to_logical).all()
+    assert (fine.physical_to_logical != greedy.physical_to_logical).any()
