@@ -142,7 +142,7 @@ def _bad(folder: Path) -> dict[str, tuple[list[str], str]]:
         "counts shape": (["plan", str(folder / "wrong.npz"), *plan[2:], "--counts-key", "flat", *out], "got (3,)"),
         "counts value": (["plan", str(folder / "wrong.npz"), *plan[2:], *out], "layer 0, expert 1 has a count of nan"),
         "counts zero": (["plan", str(folder / "zero.npz"), *plan[2:], *out], "every count is 0"),
-        "counts folder": (["plan", str(folder / "nothing"), *plan[2:], "--counts-key", "x", *out], "from an .npz file"),
+        "counts folder": (["plan", str(folder / "nothing"), *plan[2:], "--counts-key", "x", *out], "this is a folder"),
         "counts words": (["plan", str(folder / "words.npz"), *plan[2:], *out], "must hold numbers"),
         "counts other": (["evaluate", "{plan}", str(folder / "small.npz")], "another model"),
         "counts homes": (["evaluate", "{plan}", str(folder / "small.npz"), "--homes", "random"], "leave it out"),
