@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli_offline import JsonOption, TraceArgument
-from cluster.terminal import LOG, OUT, show_result
+from cluster.terminal import LOG, OUT, show_result, working
 
 cache_commands = typer.Typer()
 
