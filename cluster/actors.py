@@ -11,6 +11,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from cluster.drifting import DriftCheck
 from cluster.gateway.relay import Relay
 from cluster.history import History
 from cluster.service import PlacementService, RebalanceResult
@@ -118,6 +119,7 @@ class PlacementServiceActor:
         trace_dir: Path,
         min_gain: float,
         seed: int,
+        window_tokens: int,
     ) -> None:
         self._progress = "idle"
         self._service = PlacementService(
@@ -127,6 +129,7 @@ class PlacementServiceActor:
             trace_dir=trace_dir,
             min_gain=min_gain,
             seed=seed,
+            window_tokens=window_tokens,
         )
 
     def rebalance(self) -> RebalanceResult:
@@ -134,6 +137,15 @@ class PlacementServiceActor:
             return self._service.rebalance(self._note)
         finally:
             self._progress = "idle"
+
+    def preview(self) -> RebalanceResult:
+        try:
+            return self._service.preview(self._note)
+        finally:
+            self._progress = "idle"
+
+    def drift(self) -> DriftCheck:
+        return self._service.drift()
 
     def _note(self, text: str) -> None:
         self._progress = text
@@ -161,10 +173,11 @@ def start_service(
     trace_dir: Path,
     min_gain: float,
     seed: int,
+    window_tokens: int,
 ) -> ActorHandle[Any]:
     """The placement service, by the name under which `moetis rebalance` finds it."""
     remote = ray.remote(PlacementServiceActor).options(name=SERVICE_NAME, num_cpus=0, max_concurrency=4)
-    return remote.remote(history, workers, initial, trace_dir, min_gain, seed)
+    return remote.remote(history, workers, initial, trace_dir, min_gain, seed, window_tokens)
 
 
 def start_relay(*, max_requests: int, max_tokens: int) -> ActorHandle[Any]:

@@ -18,9 +18,10 @@ import typer
 from cluster.cli_cache import cache_commands
 from cluster.cli_interchange import interchange_commands
 from cluster.cli_offline import JsonOption, offline_commands
+from cluster.cli_rebalance import ConfigOption, rebalance_commands
 from cluster.cli_report import report_commands
 from cluster.cli_topology import topology_commands
-from cluster.terminal import LOG, OUT, show_result, working
+from cluster.terminal import LOG, OUT, show_result
 from placement.errors import ConfigError, InputError, MoetisError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -36,11 +37,10 @@ app = typer.Typer(
 
 app.add_typer(offline_commands)
 app.add_typer(cache_commands)
+app.add_typer(rebalance_commands)
 app.add_typer(topology_commands, name="topology")
 app.add_typer(report_commands)
 app.add_typer(interchange_commands)
-
-ConfigOption = Annotated[str, typer.Option("--config", metavar="FILE", help="The cluster's YAML file.")]
 
 
 @app.command()
@@ -103,23 +103,6 @@ def serve(
     # Ray tells of dead workers by printing to sys.stdout, where answers alone belong.
     with open(sys.stdout.fileno(), "w", encoding="utf-8", closefd=False) as answers, redirect_stdout(sys.stderr):
         run_serve(cluster, sys.stdin.fileno(), answers)
-
-
-@app.command()
-def rebalance(config: ConfigOption, as_json: JsonOption = False) -> None:
-    """Let a running cluster plan from its own traffic and move its experts, if that pays.
-
-    [dim]moetis rebalance --config configs/clusters/demo.yaml[/dim]
-    """
-    from cluster import views
-    from cluster.config import load_config
-    from cluster.rebalance import run_rebalance
-
-    with working("rebalancing"):
-        result = run_rebalance(load_config(config))
-    show_result(as_json, views.rebalance_to_dict(result), lambda: OUT.print(views.rebalance_table(result)))
-    if result.decision == "aborted":
-        raise MoetisError(f"the migration was aborted, the old epoch serves: {result.reason}")
 
 
 def _interrupt(number: int, frame: object) -> None:

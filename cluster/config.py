@@ -13,6 +13,8 @@ from placement.topology import first_problem
 from workers.options import WorkerOptions
 from workers.recorder import RecorderOptions
 
+HISTORY_FILE = "history.sqlite"
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -52,10 +54,14 @@ class RecorderConfig(_Strict):
 
 
 class RebalanceConfig(_Strict):
-    """min_gain: the share of other-node visits, on held-out requests, that a new plan must save to be enacted."""
+    """min_gain: the share of other-node visits, on held-out requests, that a new plan must save to be enacted.
+
+    window_tokens: a plan is made from about so many of the newest recorded tokens.
+    """
 
     min_gain: float = Field(default=0.02, ge=0, lt=1)
     seed: int = 0
+    window_tokens: int = Field(default=200_000, ge=1)
 
 
 class GatewayConfig(_Strict):
@@ -78,7 +84,11 @@ class GatewayConfig(_Strict):
 
 
 class ClusterConfig(_Strict):
-    """One serving cluster. topology: a file or a shorthand like 2x2. initial_plan: a plan file; linear if absent."""
+    """One serving cluster. topology: a file or a shorthand like 2x2.
+
+    What it starts with: the plan file `initial_plan`, else the placement that served last in this run_dir, else one
+    planned from the trace `initial_trace`, else experts in id order.
+    """
 
     name: str = "moetis"
     model: Path = Field(strict=False)
@@ -86,6 +96,7 @@ class ClusterConfig(_Strict):
     slots_per_rank: int = Field(ge=1)
     run_dir: Path = Field(strict=False)
     initial_plan: Path | None = Field(default=None, strict=False)
+    initial_trace: Path | None = Field(default=None, strict=False)
     ray: RayConfig = Field(default_factory=RayConfig)
     workers: WorkerConfig = Field(default_factory=WorkerConfig)
     recorder: RecorderConfig = Field(default_factory=RecorderConfig)
@@ -109,6 +120,11 @@ class ClusterConfig(_Strict):
             ),
             **workers.model_dump(exclude={"host", "interface"}),
         )
+
+
+def history_path(config: ClusterConfig) -> Path:
+    """Where the cluster's plans and decisions are kept."""
+    return (config.run_dir / HISTORY_FILE).absolute()
 
 
 def config_from_dict(raw: Any, *, source: str) -> ClusterConfig:

@@ -102,6 +102,7 @@ class Fleet:
             trace_dir=config.trace_dir.absolute(),
             min_gain=config.rebalance.min_gain,
             seed=config.rebalance.seed,
+            window_tokens=config.rebalance.window_tokens,
         )
         note("loading the model on every rank")
         first = self._workers[0].open_rendezvous.remote(config.workers.host, config.workers.interface)

@@ -22,6 +22,7 @@ PLANNED, COPYING, PREPARED, COMMITTING, SERVING, DONE = (
     "done",
 )
 ABORTED, LEFT = "aborted", "left"
+MEASURED = "measured"
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS plans (
@@ -41,6 +42,16 @@ class HistoryEvent:
     state: str
     detail: dict[str, Any]
     at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """A plan, the state that it came to, and when it was stored (UTC, ISO 8601)."""
+
+    epoch: int
+    state: str
+    created: str
+    plan: Plan
 
 
 class History:
@@ -82,6 +93,52 @@ class History:
         with self._connection() as connection:
             connection.execute("UPDATE plans SET state = ? WHERE epoch = ?", (state, epoch))
             _insert_event(connection, epoch, state, detail)
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    def measured(self, epoch: int, effect: dict[str, Any]) -> None:
+        """Note what a plan did, in place of what was noted before; its state stays as it is."""
+        with self._connection() as connection:
+            connection.execute("DELETE FROM events WHERE epoch = ? AND state = ?", (epoch, MEASURED))
+            _insert_event(connection, epoch, MEASURED, effect)
+
+    def mark_of(self, epoch: int) -> dict[str, int] | None:
+        """Where the trace ended when a plan came to serve; None where that was not noted."""
+        mark: dict[str, int] | None = self._last_detail("mark", "epoch = ? AND state = ?", (epoch, DONE))
+        return mark
+
+    def last_mark(self) -> dict[str, int] | None:
+        """Where the trace ended at the last decision, enacted or left."""
+        mark: dict[str, int] | None = self._last_detail("mark", "state IN (?, ?)", (DONE, LEFT))
+        return mark
+
+    def base_of(self, epoch: int) -> int | None:
+        """The epoch that a plan was made to replace."""
+        base: int | None = self._last_detail("base", "epoch = ? AND state = ?", (epoch, PLANNED))
+        return base
+
+    def _last_detail(self, key: str, condition: str, values: tuple[Any, ...]) -> Any:
+        with self._connection() as connection:
+            row = connection.execute(
+                f"SELECT detail FROM events WHERE {condition} ORDER BY id DESC LIMIT 1", values
+            ).fetchone()
+        return None if row is None else json.loads(row[0]).get(key)
+
+    def plans(self) -> list[PlanRecord]:
+        """Every plan that was ever stored, by epoch."""
+        with self._connection() as connection:
+            rows = connection.execute("SELECT epoch, state, created, plan FROM plans ORDER BY epoch").fetchall()
+        return [
+            PlanRecord(
+                epoch=epoch,
+                state=state,
+                created=created,
+                plan=plan_from_json(text, source=f"{self._path}: epoch {epoch}"),
+            )
+            for epoch, state, created, text in rows
+        ]
 
     def next_epoch(self) -> int:
         """An epoch that no plan has used, not even one that was aborted."""

@@ -1,24 +1,78 @@
-"""`moetis rebalance`: ask the placement service of a running cluster to plan and enact."""
+"""`moetis rebalance`: ask the service of a running cluster to plan and enact, once, on a schedule, or by drift."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
 import ray
+from ray.actor import ActorHandle
 
 from cluster.actors import SERVICE_NAME
 from cluster.config import ClusterConfig
+from cluster.drifting import DriftCheck
 from cluster.fleet import answer
 from cluster.local_ray import joined_cluster, read_contact
 from cluster.service import RebalanceResult
-from placement.errors import ConfigError
+from placement.errors import ConfigError, MoetisError
+
+MOST_FAILURES = 5
 
 
-def run_rebalance(config: ClusterConfig) -> RebalanceResult:
-    """Join the cluster that serves with this run_dir, and rebalance it. Raises ConfigError where none does."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundResult:
+    """What one round did. check: by drift only. result is None where no plan was due."""
+
+    check: DriftCheck | None
+    result: RebalanceResult | None
+
+
+@contextmanager
+def joined_service(config: ClusterConfig) -> Iterator[ActorHandle[Any]]:
+    """The placement service of the cluster that serves with this run_dir. Raises ConfigError where none does."""
     contact = read_contact(config.run_dir)
     with joined_cluster(contact.address, contact.token_path):
         try:
             service = ray.get_actor(SERVICE_NAME, namespace=contact.namespace)
         except ValueError as error:
             raise ConfigError(f"the cluster at {contact.address} runs no Moetis service '{config.name}'") from error
-        result: RebalanceResult = answer(service.rebalance.remote())
-        return result
+        yield service
+
+
+def run_rebalance(config: ClusterConfig, *, by_drift: bool = False, dry_run: bool = False) -> RoundResult:
+    """One round: where by_drift, only if traffic has drifted; a dry run changes nothing."""
+    with joined_service(config) as service:
+        check: DriftCheck | None = answer(service.drift.remote()) if by_drift else None
+        if check is not None and not check.due:
+            return RoundResult(check=check, result=None)
+        ref = service.preview.remote() if dry_run else service.rebalance.remote()
+        return RoundResult(check=check, result=answer(ref))
+
+
+def run_rounds(
+    one_round: Callable[[], None],
+    *,
+    every_s: float,
+    rounds: int | None,
+    failed: Callable[[MoetisError], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Rounds without end, or so many. One that fails is told and the next one tried; after five in a row the last
+    error is raised."""
+    failures = done = 0
+    while True:
+        try:
+            one_round()
+            failures = 0
+        except MoetisError as error:
+            failures += 1
+            if failures == MOST_FAILURES:
+                raise
+            failed(error)
+        done += 1
+        if done == rounds:
+            return
+        sleep(every_s)

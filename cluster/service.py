@@ -13,16 +13,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cluster import history as states
+from cluster.drifting import DriftCheck, check_drift
+from cluster.effect import measure_effect
 from cluster.history import History
-from placement.errors import MigrationError, MoetisError
+from cluster.traffic import REFERENCE, Traffic
+from placement.errors import MigrationError, MoetisError, TraceError
 from placement.migration import MigrationPlan, plan_migration
 from placement.plan import make_plan
 from placement.planfile import Plan
 from placement.topology import Topology
-from placement.trace import load_trace
+from placement.trace import RoutingTrace
 
 SWITCH_TIMEOUT_S = 60.0
 POLL_S = 0.01
+WINDOW_TOKENS = 200_000
+PAYS = "the plan pays on held-out requests"
 
 
 class Ranks(Protocol):
@@ -37,7 +42,8 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebalanceResult:
-    """What a rebalance did. decision: 'applied', 'left' (not worth it) or 'aborted'. plan holds what was measured.
+    """What a rebalance did. decision: 'applied', 'left' (not worth it) or 'aborted'; of a preview 'would apply' or
+    'would leave'. plan holds what was measured.
 
     migration is None where nothing was to be moved. copy_s is the time of the rounds, switch_s from commit to the new
     epoch on every rank.
@@ -65,16 +71,18 @@ class PlacementService:
         trace_dir: Path,
         min_gain: float,
         seed: int,
+        window_tokens: int = WINDOW_TOKENS,
     ) -> None:
         self._history = history
         self._ranks = ranks
         self._current = initial
-        self._trace_dir = trace_dir
+        self._traffic = Traffic(trace_dir, history.path.with_name(REFERENCE), window_tokens=window_tokens)
         self._min_gain = min_gain
         self._seed = seed
         self._lock = threading.Lock()
         if initial.placement.epoch >= history.next_epoch():
-            history.add(initial, states.DONE, {"reason": "initial placement"})
+            detail = {"reason": "initial placement", "mark": self._traffic.mark()}
+            history.add(initial, states.DONE, detail)
 
     @property
     def current(self) -> Plan:
@@ -83,8 +91,34 @@ class PlacementService:
 
     def propose(self) -> Plan:
         """Plan from what the ranks have recorded, without changing anything."""
+        return self._plan(self._recorded())
+
+    def preview(self, note: Callable[[str], None] = lambda text: None) -> RebalanceResult:
+        """What a rebalance would do now. Nothing is stored, and nothing is changed."""
+        with self._lock:
+            note("planning, for show")
+            start = time.perf_counter()
+            plan = self.propose()
+            plan_s = time.perf_counter() - start
+            reason = gate(plan.measured, self._min_gain)
+            migration = self._migration(plan)
+        decision, why = ("would apply", PAYS) if reason is None else ("would leave", reason)
+        return RebalanceResult(
+            decision=decision, reason=why, before=self._current, plan=plan, migration=migration, plan_s=plan_s
+        )
+
+    def drift(self) -> DriftCheck:
+        """How far the traffic since the last decision is from the traffic that it was made on."""
+        with self._lock:
+            self._on_all("flush_trace")
+            self._note_effect()
+            return check_drift(self._traffic, self._history.last_mark(), self._seed)
+
+    def _recorded(self) -> RoutingTrace:
         self._on_all("flush_trace")
-        trace = load_trace(self._trace_dir)
+        return self._traffic.recent()
+
+    def _plan(self, trace: RoutingTrace) -> Plan:
         current = self._current.placement
         plan = make_plan(trace, self._topology, rows_per_rank=current.rows_per_rank, current=current, seed=self._seed)
         return Plan(
@@ -99,24 +133,31 @@ class PlacementService:
             before = self._current
             note("planning")
             start = time.perf_counter()
-            plan = self.propose()
+            trace = self._recorded()
+            self._note_effect()
+            plan = self._plan(trace)
             plan_s = time.perf_counter() - start
             reason = gate(plan.measured, self._min_gain)
+            base = before.placement.epoch
             if reason is not None:
-                self._history.add(plan, states.LEFT, {"reason": reason})
+                mark = self._traffic.mark()
+                self._traffic.keep_reference(trace, self._seed)
+                self._history.add(plan, states.LEFT, {"reason": reason, "base": base, "mark": mark})
                 return RebalanceResult(
                     decision="left", reason=reason, before=before, plan=plan, migration=None, plan_s=plan_s
                 )
-            self._history.add(plan)
-            return self._enact(before, plan, plan_s, note)
+            self._history.add(plan, detail={"base": base})
+            result = self._enact(before, plan, plan_s, note)
+            if result.decision == "applied":
+                self._traffic.keep_reference(trace, self._seed)
+            return result
 
     @property
     def _topology(self) -> Topology:
         return self._current.topology
 
     def _enact(self, before: Plan, plan: Plan, plan_s: float, note: Callable[[str], None]) -> RebalanceResult:
-        expert_bytes = self._on_all("expert_bytes")[0]
-        migration = plan_migration(before.placement, plan.placement, self._topology, expert_bytes)
+        migration = self._migration(plan)
         copy_s = switch_s = 0.0
         epoch = plan.placement.epoch
         try:
@@ -147,10 +188,13 @@ class PlacementService:
         self._history.advance(epoch, states.SERVING)
         note("dropping old copies")
         self._on_all("drop", epoch)
-        self._history.advance(epoch, states.DONE, {"copy_s": copy_s, "switch_s": switch_s})
+        self._on_all("flush_trace")
+        moved = {"moves": migration.num_moves, "rounds": len(migration.rounds), "bytes": migration.num_bytes}
+        times = {"plan_s": plan_s, "copy_s": copy_s, "switch_s": switch_s}
+        self._history.advance(epoch, states.DONE, times | moved | {"mark": self._traffic.mark()})
         return RebalanceResult(
             decision="applied",
-            reason="the plan pays on held-out requests",
+            reason=PAYS,
             before=before,
             plan=plan,
             migration=migration,
@@ -158,6 +202,21 @@ class PlacementService:
             copy_s=copy_s,
             switch_s=switch_s,
         )
+
+    def _migration(self, plan: Plan) -> MigrationPlan:
+        expert_bytes = self._on_all("expert_bytes")[0]
+        return plan_migration(self._current.placement, plan.placement, self._topology, expert_bytes)
+
+    def _note_effect(self) -> None:
+        """Store what the plan that serves has done since its switch; nothing where nothing was served since."""
+        epoch = self._current.placement.epoch
+        base = self._history.base_of(epoch)
+        try:
+            trace = self._traffic.recent(self._history.mark_of(epoch))
+        except TraceError:
+            return
+        before = None if base is None else self._history.plan(base).placement
+        self._history.measured(epoch, measure_effect(self._current, before, trace))
 
     def _copy(self, migration: MigrationPlan, note: Callable[[str], None]) -> None:
         for number, moves in enumerate(migration.rounds):

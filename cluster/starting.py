@@ -1,31 +1,33 @@
-"""What a cluster starts with: the placement that served last, the one that its configuration names, or a linear one."""
+"""What a cluster starts with: the plan that its configuration names, the placement that served last, one planned from a
+trace, or a linear one."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from cluster.config import ClusterConfig
+from cluster.config import history_path as history_path
 from cluster.history import History
 from placement.baselines import linear_placement
 from placement.core import Placement
 from placement.errors import ConfigError
+from placement.plan import make_plan
 from placement.planfile import Plan, load_plan
 from placement.topology import Topology
+from placement.trace import UNKNOWN_RANK, load_trace
 from workers.loading import ModelShape, skeleton_shape
-
-HISTORY_FILE = "history.sqlite"
-
-
-def history_path(config: ClusterConfig) -> Path:
-    return (config.run_dir / HISTORY_FILE).absolute()
 
 
 def starting_plan(config: ClusterConfig, topology: Topology, history: History) -> Plan:
     """The plan of the first epoch. One that is not the history's last gets an epoch that no plan has used.
 
-    Raises ConfigError where `initial_plan` is for other ranks, layers or experts.
+    Raises ConfigError where `initial_plan` or `initial_trace` is for other ranks, layers or experts.
     """
     shape = skeleton_shape(config.worker_options())
+    measured: dict[str, Any] = {}
     if config.initial_plan is not None:
         placement = load_plan(config.initial_plan).placement
         _check_fits(placement, config, topology, shape)
@@ -33,8 +35,29 @@ def starting_plan(config: ClusterConfig, topology: Topology, history: History) -
         served = history.served()
         if served is not None and _continues(served, config, topology, shape):
             return served
-        placement = linear_placement(shape.num_layers, shape.num_experts, topology.num_ranks, config.slots_per_rank)
-    return Plan(placement=placement.with_epoch(history.next_epoch()), topology=topology, measured={})
+        if config.initial_trace is not None:
+            planned = _planned(config, topology, shape)
+            placement, measured = planned.placement, planned.measured
+        else:
+            placement = linear_placement(shape.num_layers, shape.num_experts, topology.num_ranks, config.slots_per_rank)
+    return Plan(placement=placement.with_epoch(history.next_epoch()), topology=topology, measured=measured)
+
+
+def _planned(config: ClusterConfig, topology: Topology, shape: ModelShape) -> Plan:
+    """A plan from a trace that was recorded elsewhere or before. Raises ConfigError where it is of another model."""
+    assert config.initial_trace is not None
+    trace = load_trace(config.initial_trace)
+    mine, theirs = (trace.num_layers, trace.num_experts), (shape.num_layers, shape.num_experts)
+    if mine != theirs:
+        raise ConfigError(
+            f"initial_trace '{config.initial_trace}' is of another model: it has {mine[0]} MoE layers x {mine[1]} "
+            f"experts, '{config.model}' {theirs[0]} x {theirs[1]}"
+        )
+    known = trace.source_rank.max() < topology.num_ranks
+    if not known:
+        # Recorded on a larger cluster: where its requests ran says nothing about this one.
+        trace = replace(trace, source_rank=np.full_like(trace.source_rank, UNKNOWN_RANK))
+    return make_plan(trace, topology, rows_per_rank=config.slots_per_rank, seed=config.rebalance.seed)
 
 
 def _continues(served: Plan, config: ClusterConfig, topology: Topology, shape: ModelShape) -> bool:

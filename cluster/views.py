@@ -110,10 +110,13 @@ def rebalance_to_dict(result: RebalanceResult) -> dict[str, Any]:
 def rebalance_table(result: RebalanceResult) -> Table:
     figures = rebalance_to_dict(result)
     table = plan_table(result.plan)
-    table.caption = (
-        f"{result.decision}: {result.reason}\nepoch {figures['epoch']}, {figures['moves']} experts moved in "
-        f"{figures['rounds']} rounds, {figures['bytes'] / 1e6:.1f} MB; planned in {result.plan_s:.1f} s, "
-        f"copied in {result.copy_s:.2f} s, switched in {result.switch_s:.2f} s"
+    moves = f"{figures['moves']} experts in {figures['rounds']} rounds, {figures['bytes'] / 1e6:.1f} MB"
+    done = (
+        f"to move: {moves}; planned in {result.plan_s:.1f} s, nothing was changed"
+        if result.decision.startswith("would")
+        else f"moved: {moves}; planned in {result.plan_s:.1f} s, copied in {result.copy_s:.2f} s, switched in "
+        f"{result.switch_s:.2f} s"
     )
+    table.caption = f"{result.decision}: {result.reason}\nepoch {figures['epoch']}; {done}"
     table.caption_justify = "left"
     return table

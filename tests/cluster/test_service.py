@@ -126,7 +126,7 @@ def _trace(folder: Path) -> None:
     )
 
 
-def _service(folder: Path, ranks: LocalRanks, min_gain: float = 0.01) -> PlacementService:
+def make_service(folder: Path, ranks: LocalRanks, min_gain: float = 0.01) -> PlacementService:
     return PlacementService(
         history=History(folder / "history.sqlite"),
         ranks=ranks,
@@ -137,7 +137,7 @@ def _service(folder: Path, ranks: LocalRanks, min_gain: float = 0.01) -> Placeme
     )
 
 
-def _ranks(fault: tuple[str, int] | None = None) -> LocalRanks:
+def make_ranks(fault: tuple[str, int] | None = None) -> LocalRanks:
     return LocalRanks(linear_placement(LAYERS, EXPERTS, RANKS, ROWS), fault)
 
 
@@ -148,8 +148,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_plan_that_pays_is_enacted_on_every_rank(folder: Path) -> None:
-    ranks = _ranks()
-    service = _service(folder, ranks)
+    ranks = make_ranks()
+    service = make_service(folder, ranks)
     result = service.rebalance()
     assert result.decision == "applied"
     assert service.current.placement.epoch == 1
@@ -158,7 +158,7 @@ def test_a_plan_that_pays_is_enacted_on_every_rank(folder: Path) -> None:
 
 
 def test_the_plan_is_stored_before_anything_is_copied(folder: Path) -> None:
-    _service(folder, _ranks()).rebalance()
+    make_service(folder, make_ranks()).rebalance()
     told = [event.state for event in History(folder / "history.sqlite").events() if event.epoch == 1]
     assert told[0] == states.PLANNED
     assert told[1] == states.COPYING
@@ -170,8 +170,8 @@ def test_the_plan_is_stored_before_anything_is_copied(folder: Path) -> None:
 def test_a_fault_before_the_switch_leaves_the_old_epoch_serving_everywhere(
     folder: Path, method: str, rank: int
 ) -> None:
-    ranks = _ranks((method, rank))
-    service = _service(folder, ranks)
+    ranks = make_ranks((method, rank))
+    service = make_service(folder, ranks)
     result = service.rebalance()
     assert result.decision == "aborted"
     assert f"{method}: rank {rank} does not answer" in result.reason
@@ -182,29 +182,29 @@ def test_a_fault_before_the_switch_leaves_the_old_epoch_serving_everywhere(
 
 
 def test_after_an_aborted_migration_the_next_one_gets_an_epoch_of_its_own(folder: Path) -> None:
-    service = _service(folder, _ranks(("commit", 2)))
+    service = make_service(folder, make_ranks(("commit", 2)))
     assert service.rebalance().decision == "aborted"
     assert service.rebalance().decision == "applied"
     assert service.current.placement.epoch == 2
 
 
 def test_a_fault_after_the_switch_is_told_but_the_new_epoch_serves(folder: Path) -> None:
-    ranks = _ranks(("status", 1))
-    service = _service(folder, ranks)
+    ranks = make_ranks(("status", 1))
+    service = make_service(folder, ranks)
     assert service.rebalance().decision == "applied"
     assert {rank.table.epoch for rank in ranks.ranks} == {1}
 
 
 def test_ranks_never_serve_two_epochs_at_a_time(folder: Path) -> None:
     for fault in [(method, 1) for method in ("copy_round", "prepare", "commit", "status")]:
-        ranks = _ranks(fault)
+        ranks = make_ranks(fault)
         (folder / "history.sqlite").unlink(missing_ok=True)
-        _service(folder, ranks).rebalance()
+        make_service(folder, ranks).rebalance()
         assert all(len(served) == 1 for served in ranks.served)
 
 
 def test_a_plan_that_does_not_pay_is_left(folder: Path) -> None:
-    service = _service(folder, _ranks(), min_gain=0.99)
+    service = make_service(folder, make_ranks(), min_gain=0.99)
     result = service.rebalance()
     assert result.decision == "left"
     assert "at least 99.0% is asked for" in result.reason
@@ -235,11 +235,11 @@ def test_nothing_to_save_is_not_worth_a_move() -> None:
 
 def test_a_cluster_that_has_served_nothing_can_not_be_rebalanced(tmp_path: Path) -> None:
     with pytest.raises(MoetisError, match=r"the folder has no"):
-        _service(tmp_path, _ranks()).rebalance()
+        make_service(tmp_path, make_ranks()).rebalance()
 
 
 def test_the_history_is_there_after_a_restart(folder: Path) -> None:
-    _service(folder, _ranks()).rebalance()
+    make_service(folder, make_ranks()).rebalance()
     served = History(folder / "history.sqlite").served()
     assert served is not None
     assert served.placement.epoch == 1

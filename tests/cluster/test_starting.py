@@ -13,6 +13,7 @@ from placement.baselines import random_placement
 from placement.errors import ConfigError
 from placement.planfile import Plan, plan_to_json
 from placement.topology import load_topology
+from tests.cluster.running_cli import write_trace
 
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "demo"
 TOPOLOGY = load_topology("2x2")
@@ -74,3 +75,18 @@ def test_a_history_that_is_none_is_named(tmp_path: Path) -> None:
     history_path(_config(tmp_path)).write_text("this is no database, and longer than a header of a hundred bytes" * 3)
     with pytest.raises(ConfigError, match=r"history\.sqlite': .*move it away"):
         _start(_config(tmp_path))
+
+
+def test_a_cold_start_plans_from_a_trace_until_there_is_a_history(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.npz", layers=8, experts=32)
+    config = _config(tmp_path, initial_trace=str(trace))
+    first = _start(config)
+    assert first.measured["after"]["nodes_visited"] < first.measured["before"]["nodes_visited"]
+    History(history_path(config)).add(_plan(4), states.DONE)
+    assert _start(config).placement.epoch == 4
+
+
+def test_a_trace_of_another_model_is_refused(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t.npz")
+    with pytest.raises(ConfigError, match=r"it has 2 MoE layers x 8 experts, '.*' 8 x 32"):
+        _start(_config(tmp_path, initial_trace=str(trace)))
