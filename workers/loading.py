@@ -1,21 +1,31 @@
-"""Loading a model: the folder is Transformers', the experts go to the host slab, the rest stays with the model."""
+"""Loading a model: the folder is Transformers', the experts go to the host slab, the rest stays with the model.
+
+A worker reads its own experts one by one from the checkpoint's files, and never holds the others (`load_share`). Where
+a checkpoint does not allow that (quantised, not safetensors, experts mixed by its conversion), the model is loaded
+whole, and its experts are taken from there.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from placement.core import Placement
 from placement.errors import ConfigError
-from workers.blob import BlobLayout, layout_of
+from workers.expert_source import ExpertSource, ModuleExperts, checkpoint_experts
 from workers.host_slab import HostSlab
 from workers.options import WorkerOptions
-from workers.seam import experts_modules, num_experts_of
+from workers.seam import drop_expert_weights, experts_modules, num_experts_of
+from workers.shards import open_shards
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +59,60 @@ def load_model(options: WorkerOptions, device: torch.device) -> PreTrainedModel:
         raise ConfigError(f"model '{options.model}': cannot be loaded: {str(error).splitlines()[0]}") from error
     frozen: PreTrainedModel = model.eval().requires_grad_(False)
     return frozen
+
+
+def load_share(options: WorkerOptions, device: torch.device) -> tuple[PreTrainedModel, ExpertSource]:
+    """The model without its experts, and where any of them can be read. Raises as `load_model`."""
+    config = _read_config(options)
+    shards = open_shards(options.model)
+    if shards is None or getattr(config, "quantization_config", None) is not None:
+        return _whole(options, device)
+    dtype = torch.float32 if options.dtype == "auto" and device.type == "cpu" else getattr(torch, options.dtype, None)
+    if dtype is None:
+        dtype = config.get_text_config().dtype or torch.float32
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    found = checkpoint_experts(shards, skeleton)
+    if found is None:
+        logger.info("model '%s': its experts cannot be read one by one; it is loaded whole", options.model)
+        return _whole(options, device)
+    experts, others = found
+    return _without_experts(options, type(skeleton), config, dtype, {key: shards.lazy(key) for key in others}), experts
+
+
+def _whole(options: WorkerOptions, device: torch.device) -> tuple[PreTrainedModel, ExpertSource]:
+    model = load_model(options, device)
+    return model, ModuleExperts(model)
+
+
+def _without_experts(
+    options: WorkerOptions,
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    tensors: dict[str, Any],
+) -> PreTrainedModel:
+    """Transformers' own loading, for a class whose experts have no weights."""
+    hollow = type(model_class.__name__, (model_class,), {"__init__": _hollow_init(model_class)})
+    hollow.__module__ = model_class.__module__
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model: PreTrainedModel = hollow.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)  # type: ignore[attr-defined]
+        if (options.model / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(options.model, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"model '{options.model}': cannot be loaded: {str(error).splitlines()[0]}") from error
+    return model.eval().requires_grad_(False)
+
+
+def _hollow_init(model_class: type[PreTrainedModel]) -> Callable[..., None]:
+    def __init__(self: PreTrainedModel, *arguments: Any, **named: Any) -> None:
+        model_class.__init__(self, *arguments, **named)
+        for module in experts_modules(self):
+            drop_expert_weights(module)
+
+    return __init__
 
 
 def skeleton_shape(options: WorkerOptions) -> ModelShape:
@@ -95,17 +159,11 @@ def check_fits(shape: ModelShape, placement: Placement) -> None:
         )
 
 
-def fill_slab(
-    modules: list[nn.Module], placement: Placement, *, rank: int, spare: float, pin: bool
-) -> tuple[HostSlab, BlobLayout]:
-    """Copy the experts that a rank owns into a new host slab with rows for `spare` times the placement's."""
-    layouts = {layout_of(module, placement.num_experts) for module in modules}
-    if len(layouts) > 1:
-        raise ConfigError("the MoE layers keep their experts in different layouts, which the host slab does not hold")
-    layout = layouts.pop()
+def fill_slab(experts: ExpertSource, placement: Placement, *, rank: int, spare: float, pin: bool) -> HostSlab:
+    """Read the experts that a rank owns into a new host slab with rows for `spare` times the placement's."""
     rows = math.ceil(placement.num_layers * placement.rows_per_rank * spare)
-    slab = HostSlab(capacity=rows, blob_bytes=layout.num_bytes, pin=pin)
+    slab = HostSlab(capacity=rows, blob_bytes=experts.layout.num_bytes, pin=pin)
     for expert in sorted(placement.experts_on(rank)):
-        layout.pack(modules[expert.layer], expert.expert, slab.claim(expert))
+        experts.read(expert, slab.claim(expert))
         slab.publish(expert)
-    return slab, layout
+    return slab

@@ -12,6 +12,7 @@ from placement.core import Placement
 from placement.topology import Topology
 from workers.exchange import Exchange
 from workers.expert_layer import ExpertLayer
+from workers.expert_source import ExpertSource, ModuleExperts
 from workers.loading import check_fits, fill_slab, shape_of
 from workers.recorder import Recorder
 from workers.routing import RoutingTable
@@ -21,9 +22,10 @@ from workers.step_clock import StepClock
 
 
 class ParallelModel:
-    """One rank's share of a model. Made from the whole model in host memory, of which it keeps its own experts only.
+    """One rank's share of a model: all of it but the experts, of which it reads its own only.
 
-    cache_share: the share of the rank's rows per layer that its slots hold. host_slab_rows: see WorkerOptions.
+    experts: where they are read; from the model itself, which is then whole, unless given. cache_share: the share of
+    the rank's rows per layer that its slots hold. host_slab_rows: see WorkerOptions.
     """
 
     def __init__(
@@ -36,15 +38,16 @@ class ParallelModel:
         device: torch.device,
         cache_share: float,
         host_slab_rows: float,
+        experts: ExpertSource | None = None,
     ) -> None:
         self.model = model
         self.shape = shape_of(model)
         check_fits(self.shape, placement)
         self._device = device
         self._modules = experts_modules(model)
-        self.slab, self.layout = fill_slab(
-            self._modules, placement, rank=rank, spare=host_slab_rows, pin=device.type == "cuda"
-        )
+        source = ModuleExperts(model) if experts is None else experts
+        self.layout = source.layout
+        self.slab = fill_slab(source, placement, rank=rank, spare=host_slab_rows, pin=device.type == "cuda")
         self.cache = SlotCache(
             slab=self.slab,
             num_layers=self.shape.num_layers,

@@ -40,20 +40,23 @@ def num_experts_of(module: nn.Module) -> int:
     return int(module.num_experts)  # type: ignore[arg-type]
 
 
+def drop_expert_weights(module: nn.Module) -> None:
+    """Put empty tensors in the place of an experts module's per-expert parameters."""
+    num_experts = num_experts_of(module)
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.shape[0] == num_experts:
+            empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            setattr(module, name, nn.Parameter(empty, requires_grad=False))
+
+
 def take_over(model: PreTrainedModel, layers: list[LayerFunction]) -> None:
     """Let layers[i] compute the experts of the model's i-th MoE layer, and free the module's own expert weights."""
     modules = experts_modules(model)
     assert len(layers) == len(modules)
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
     for module, layer in zip(modules, layers, strict=True):
-        num_experts = num_experts_of(module)
         object.__setattr__(module, _ATTRIBUTE, layer)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.shape[0] == num_experts:
-                empty = nn.Parameter(
-                    torch.empty(0, dtype=parameter.dtype, device=parameter.device), requires_grad=False
-                )
-                setattr(module, name, empty)
+        drop_expert_weights(module)
     model.set_experts_implementation(IMPLEMENTATION)
 
 
