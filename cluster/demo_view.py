@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cluster.config import HISTORY_FILE
 from cluster.demo import DemoResult
 from cluster.promises import past_epochs
-from cluster.starting import HISTORY_FILE
 from cluster.views import rebalance_to_dict
 from placement.files import write_whole
 from placement.report import LiveFigure, Sizes, make_report, render_html

@@ -16,8 +16,8 @@ MOST_EPOCHS = 100
 def past_epochs(path: Path) -> tuple[PastEpoch, ...]:
     """The newest plans of a history, oldest first. Raises ConfigError where it can't be read.
 
-    What a plan was found to do is what the next plan after it measured of the placement in force, before it changed
-    anything: on later traffic, on requests that plan was not fitted on.
+    What a plan was found to do is what the service measured on the traffic after its switch; where it did not, what the
+    next plan measured of the placement in force before it changed anything.
     """
     if not path.is_file():
         raise ConfigError(f"--history '{path}': no such file; a cluster keeps it in its run_dir as history.sqlite")
@@ -40,6 +40,8 @@ def _found_later(events: list[HistoryEvent], measured: dict[int, Measured]) -> d
             found.setdefault(serving, nodes)
         if event.state in (states.SERVING, states.DONE):
             serving = event.epoch
+        if event.state == states.MEASURED:
+            found[event.epoch] = event.detail["after"]["nodes_visited"]
     return found
 
 
