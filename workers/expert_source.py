@@ -162,7 +162,7 @@ def _one_by_one(part: _Part, shards: Shards, num_experts: int) -> bool:
         return False
     if part.converter is None:
         return fused and len(part.keys) == 1
-    kept_apart = all(_keeps_experts_apart(operation) for operation in part.converter.operations)
+    kept_apart = all(keeps_experts_apart(operation) for operation in part.converter.operations)
     merges = any(isinstance(operation, MergeModulelist) for operation in part.converter.operations)
     return kept_apart and merges != fused
 
@@ -173,7 +173,8 @@ def _numbered(keys: tuple[str, ...], num_experts: int) -> bool:
     return [int(each[-1]) if each else -1 for each in numbers] == list(range(num_experts))
 
 
-def _keeps_experts_apart(operation: Any) -> bool:
+def keeps_experts_apart(operation: Any) -> bool:
+    """Whether an operation of a converter can run on one expert's tensors alone."""
     if isinstance(operation, MergeModulelist):
         return bool(operation.dim == 0)
     if isinstance(operation, Concatenate | Chunk | Interleave):

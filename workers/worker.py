@@ -23,7 +23,7 @@ from placement.trace import DECODE, PREFILL
 from workers import peers
 from workers.epochs import EpochKeeper
 from workers.events import CANCELLED, FAILED, EventRouter, TokenEvent, request_of
-from workers.loading import ModelShape, device_of, load_model
+from workers.loading import ModelShape, device_of, load_share
 from workers.lockstep import LockstepManager
 from workers.mover import Mover
 from workers.numa import bind_near
@@ -62,8 +62,10 @@ class ExpertWorker:
         self._num_ranks = topology.num_ranks
         self._device = device_of(options.device)
         bind_near(self._device)
+        model, experts = load_share(options, self._device)
         self._parallel = ParallelModel(
-            load_model(options, self._device),
+            model,
+            experts=experts,
             placement=placement,
             topology=topology,
             rank=rank,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose
 
 from placement.core import ExpertId
 from placement.errors import ConfigError
-from workers.expert_source import CheckpointExperts, ModuleExperts
+from workers.expert_source import CheckpointExperts, ModuleExperts, keeps_experts_apart
 from workers.loading import load_model, load_share
 from workers.options import WorkerOptions
 from workers.recorder import RecorderOptions
@@ -96,14 +97,34 @@ def test_the_demo_model_keeps_its_end_of_text() -> None:
     assert model.generation_config.eos_token_id == whole.generation_config.eos_token_id
 
 
-def test_a_checkpoint_without_safetensors_or_with_quantised_weights_is_loaded_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_an_expert_is_not_read_one_by_one(tmp_path: Path) -> None:
     _save(tmp_path, "qwen3_moe", "1GB")
-    weights = load_model(_options(tmp_path), CPU).state_dict()
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "model.safetensors").unlink()
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    _, experts = load_share(_options(tmp_path), CPU)
+    assert isinstance(experts, ModuleExperts)
+
+
+@pytest.mark.parametrize(
+    ("operation", "apart"),
+    [
+        (MergeModulelist(dim=0), True),
+        (MergeModulelist(dim=1), False),
+        (Concatenate(dim=1), True),
+        (Concatenate(dim=0), False),
+        (Transpose(1, 2), True),
+        (Transpose(0, 1), False),
+        (Chunk(dim=0), False),
+    ],
+)
+def test_conversions_that_mix_experts_are_told_from_those_that_do_not(operation: Any, apart: bool) -> None:
+    assert keeps_experts_apart(operation) is apart
+
+
+def test_a_folder_without_safetensors_has_none_to_read(tmp_path: Path) -> None:
     assert open_shards(tmp_path) is None
-    assert weights
-    assert "quantization_config" not in config
 
 
 @pytest.mark.parametrize(
