@@ -55,7 +55,7 @@ def load_model(options: WorkerOptions, device: torch.device) -> PreTrainedModel:
         dtype = "float32"
     try:
         model = AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model '{options.model}': cannot be loaded: {str(error).splitlines()[0]}") from error
     frozen: PreTrainedModel = model.eval().requires_grad_(False)
     return frozen

@@ -97,14 +97,14 @@ def test_the_demo_model_keeps_its_end_of_text() -> None:
     assert model.generation_config.eos_token_id == whole.generation_config.eos_token_id
 
 
-def test_a_checkpoint_that_lacks_an_expert_is_not_read_one_by_one(tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
     _save(tmp_path, "qwen3_moe", "1GB")
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
-    _, experts = load_share(_options(tmp_path), CPU)
-    assert isinstance(experts, ModuleExperts)
+    with pytest.raises(ConfigError, match=f"model '{tmp_path}': cannot be loaded"):
+        load_share(_options(tmp_path), CPU)
 
 
 @pytest.mark.parametrize(
