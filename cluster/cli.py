@@ -21,6 +21,7 @@ from cluster.cli_offline import JsonOption, offline_commands
 from cluster.cli_rebalance import ConfigOption, rebalance_commands
 from cluster.cli_report import report_commands
 from cluster.cli_topology import topology_commands
+from cluster.cli_whatif import whatif_commands
 from cluster.terminal import LOG, OUT, show_result
 from placement.errors import ConfigError, InputError, MoetisError
 
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.add_typer(offline_commands)
 app.add_typer(cache_commands)
 app.add_typer(rebalance_commands)
+app.add_typer(whatif_commands)
 app.add_typer(topology_commands, name="topology")
 app.add_typer(report_commands)
 app.add_typer(interchange_commands)
