@@ -64,6 +64,7 @@ def simulate(
     from rich.progress import Progress
 
     from cluster import offline, simulation
+    from placement.windows import cut_windows
     from placement.modelsizes import choose_sizes
     from placement.sweep import Grid
     from placement.topology import load_topology
@@ -91,6 +92,7 @@ def simulate(
             sizes = choose_sizes(size, routing)
             models.append(simulation.make_model(name, routing, sizes.sizes, sizes.origin, layers))
     weights = simulation.token_shares(shares, models)
+    windows = cut_windows(models[0].trace, drift, by_workload=by_workload) if drift else []
     scales = simulation.scales_of(trees, models, group_gpus)
     drifted = []
     with Progress(console=LOG, transient=True) as progress:
@@ -103,8 +105,7 @@ def simulate(
             drifted = simulation.simulate_drift(
                 models[0],
                 first,
-                num_windows=drift,
-                by_workload=by_workload,
+                windows=windows,
                 intervals=intervals,
                 times=grid.times[0],
                 grid=grid,

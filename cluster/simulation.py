@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from placement.costs import ModelSizes
-from placement.windows import DriftPoint, cut_windows, drift
+from placement.windows import DriftPoint, drift
 from placement.errors import ConfigError
 from placement.points import Point, mark_pareto
 from placement.scaleout import ScaleOut, sample_layers, scale_out
@@ -52,7 +52,14 @@ def make_model(name: str, trace: RoutingTrace, sizes: ModelSizes, origin: str, m
 def scales_of(
     topologies: Sequence[Topology], models: Sequence[SimulatedModel], group_gpus: int | None
 ) -> dict[tuple[str, str], ScaleOut]:
-    """The cut of each cluster for each model, by (model, topology). Raises as `scale_out`."""
+    """The cut of each cluster for each model, by (model, topology). Raises ConfigError for doubles, and as
+    `scale_out`."""
+    names = [topology.name for topology in topologies]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"topology '{twice}' is given twice; results go by the topologies' names, so give each its own"
+        )
     return {
         (model.name, topology.name): scale_out(topology, model.trace.num_experts, group_gpus)
         for model in models
@@ -169,8 +176,7 @@ def simulate_drift(
     model: SimulatedModel,
     scale: ScaleOut,
     *,
-    num_windows: int,
-    by_workload: bool,
+    windows: list[RoutingTrace],
     intervals: tuple[int, ...],
     times: float,
     grid: Grid,
@@ -178,7 +184,6 @@ def simulate_drift(
 ) -> list[DriftPoint]:
     """Serve window after window under each policy; advance is called after each. Raises as `cut_windows` and
     `drift`."""
-    windows = cut_windows(model.trace, num_windows, by_workload=by_workload)
     rows = rows_of(scale, model.trace.num_experts, [times])[0]
     served: list[DriftPoint] = []
     runs = drift(
