@@ -64,11 +64,11 @@ def simulate(
     from rich.progress import Progress
 
     from cluster import offline, simulation
-    from placement.windows import cut_windows
+    from cluster.sources import read_trace
     from placement.modelsizes import choose_sizes
     from placement.sweep import Grid
     from placement.topology import load_topology
-    from placement.trace import load_trace
+    from placement.windows import cut_windows
 
     path = offline.output_path(out) if out is not None else None
     grid = Grid(
@@ -86,11 +86,10 @@ def simulate(
     names = simulation.names_of(traces)
     wanted = simulation.one_for_each(model, traces)
     models = []
-    with working("reading the traces"):
-        for name, text, size in zip(names, traces, wanted, strict=True):
-            routing = load_trace(text)
-            sizes = choose_sizes(size, routing)
-            models.append(simulation.make_model(name, routing, sizes.sizes, sizes.origin, layers))
+    for name, text, size in zip(names, traces, wanted, strict=True):
+        routing = read_trace(text)
+        sizes = choose_sizes(size, routing)
+        models.append(simulation.make_model(name, routing, sizes.sizes, sizes.origin, layers))
     weights = simulation.token_shares(shares, models)
     windows = cut_windows(models[0].trace, drift, by_workload=by_workload) if drift else []
     scales = simulation.scales_of(trees, models, group_gpus)
@@ -140,15 +139,14 @@ def screen(
     [dim]moetis screen trace/ --topology 4x8 --model deepseek-v3[/dim]
     """
     from cluster import screening_view as view
+    from cluster.sources import read_trace
     from placement.comparing import Serving
     from placement.modelsizes import choose_sizes
     from placement.screening import screen as run_screening
     from placement.topology import load_topology
-    from placement.trace import load_trace
 
     tree = load_topology(topology)
-    with working("reading the trace"):
-        routing = load_trace(trace)
+    routing = read_trace(trace)
     named = choose_sizes(model, routing)
     serving = Serving(
         sizes=named.sizes, decode_batch=decode_batch, prefill_batch=prefill_batch, overlap=overlap, seed=seed

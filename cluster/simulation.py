@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from placement.costs import ModelSizes
-from placement.windows import DriftPoint, drift
 from placement.errors import ConfigError
 from placement.points import Point, mark_pareto
 from placement.scaleout import ScaleOut, sample_layers, scale_out
 from placement.sweep import MOST_COUNTED, Grid, rows_of, sweep
 from placement.topology import Topology
 from placement.trace import RoutingTrace
+from placement.windows import DriftPoint, drift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

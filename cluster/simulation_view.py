@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster.simulation import Simulated, SimulatedModel
-from placement.windows import DriftPoint
 from placement.points import Point
+from placement.windows import DriftPoint
 
 LEFT = ("phase", "planner", "policy", "topology")
 COLUMNS = (

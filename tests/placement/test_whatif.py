@@ -15,7 +15,6 @@ from placement.batches import draw_steps, phase_tokens
 from placement.calibrate import fit_costs, predict
 from placement.comparing import Serving
 from placement.costs import ModelSizes
-from placement.windows import cut_windows, drift
 from placement.errors import ConfigError, TopologyError, TraceError
 from placement.homes import random_homes
 from placement.points import Point, mark_pareto
@@ -25,6 +24,7 @@ from placement.stepcounts import count_steps
 from placement.sweep import Grid, rows_of, sweep
 from placement.topology import load_topology, topology_from_dict
 from placement.trace import DECODE
+from placement.windows import cut_windows, drift
 from tests.placement.planner_cases import make_trace
 
 QUICK = Grid(times=(1.0, 2.0), planners=("moetis", "eplb"), decode_batches=(4,), prefill_batches=(8,), effort=0.02)
