@@ -88,4 +88,5 @@ def sample_layers(trace: RoutingTrace, most: int) -> tuple[RoutingTrace, NDArray
     if len(layers) == trace.num_layers:
         return trace, layers
     gates = None if trace.gate_weight is None else trace.gate_weight[:, layers]
-    return replace(trace, experts=trace.experts[:, layers], gate_weight=gates), layers
+    # A sample is no model: which hidden layers these were is in the second result.
+    return replace(trace, experts=trace.experts[:, layers], gate_weight=gates, layers=None), layers

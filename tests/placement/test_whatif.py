@@ -17,6 +17,7 @@ from placement.comparing import Serving
 from placement.costs import ModelSizes
 from placement.errors import ConfigError, TopologyError, TraceError
 from placement.homes import random_homes
+from placement.layers import all_moe
 from placement.points import Point, mark_pareto
 from placement.scaleout import sample_layers, scale_out, with_nic
 from placement.screening import NO, UNSURE, screen
@@ -109,7 +110,7 @@ def test_groups_are_whole_nodes_that_divide_the_cluster() -> None:
 
 
 def test_layers_are_sampled_evenly_with_both_ends() -> None:
-    trace = make_trace(num_layers=9, num_tokens=10)
+    trace = replace(make_trace(num_layers=9, num_tokens=10), layers=all_moe(9))
     sampled, layers = sample_layers(trace, 3)
     assert layers.tolist() == [0, 4, 8]
     assert (sampled.experts == trace.experts[:, [0, 4, 8]]).all()
