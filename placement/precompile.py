@@ -1,7 +1,7 @@
 """Compile the numba functions ahead: `python -m placement.precompile`, run once by scripts/install.
 
 Compiled code is cached beside the sources; without this step the first plan and the first served token would wait for
-the compiler. A tiny trace goes through planning, routing of homes, evaluation and a report, with real ones' types.
+the compiler. A tiny trace goes through planning, homes, evaluation and a report, with the types that real ones have.
 """
 
 from __future__ import annotations
