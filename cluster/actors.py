@@ -153,6 +153,9 @@ class PlacementServiceActor:
     def progress(self) -> str:
         return self._progress
 
+    def statuses(self) -> list[WorkerStatus]:
+        return self._service.statuses()
+
     def current(self) -> Plan:
         return self._service.current
 

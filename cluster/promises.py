@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from cluster import history as states
 from cluster.history import History, HistoryEvent
@@ -16,8 +17,8 @@ MOST_EPOCHS = 100
 def past_epochs(path: Path) -> tuple[PastEpoch, ...]:
     """The newest plans of a history, oldest first. Raises ConfigError where it can't be read.
 
-    What a plan was found to do is what the service measured on the traffic after its switch; where it did not, what the
-    next plan measured of the placement in force before it changed anything.
+    What a plan was found to do is what was measured of it once it served, if that was noted; else what the next plan
+    after it measured of the placement in force, on later traffic, on requests that plan was not fitted on.
     """
     if not path.is_file():
         raise ConfigError(f"--history '{path}': no such file; a cluster keeps it in its run_dir as history.sqlite")
@@ -40,8 +41,6 @@ def _found_later(events: list[HistoryEvent], measured: dict[int, Measured]) -> d
             found.setdefault(serving, nodes)
         if event.state in (states.SERVING, states.DONE):
             serving = event.epoch
-        if event.state == states.MEASURED:
-            found[event.epoch] = event.detail["after"]["nodes_visited"]
     return found
 
 
@@ -50,6 +49,8 @@ def _past(epoch: int, life: list[HistoryEvent], measured: Measured, found: float
     served = any(event.state in (states.SERVING, states.DONE) for event in life)
     before = measured.scores.get("before", {}).get("nodes_visited")
     trust = measured.trust.get("after_over_before")
+    effects = [event.detail for event in life if event.state == states.MEASURED]
+    after, old = (_nodes(effects[-1].get(name)) if effects else None for name in ("after", "before"))
     reasons = [str(event.detail["reason"]) for event in life if "reason" in event.detail]
     return PastEpoch(
         epoch=epoch,
@@ -59,5 +60,12 @@ def _past(epoch: int, life: list[HistoryEvent], measured: Measured, found: float
         before=before,
         promised=measured.scores.get("after", {}).get("nodes_visited"),
         most=None if trust is None or before is None else before * trust.high,
-        found=found if served else None,
+        found=after if after is not None else found if served else None,
+        found_before=old if after is not None else None,
     )
+
+
+def _nodes(score: Any) -> float | None:
+    """nodes_visited of a score as it lies in a history, whoever wrote it."""
+    value = score.get("nodes_visited") if isinstance(score, dict) else None
+    return float(value) if isinstance(value, int | float) else None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster import history as states
 from cluster.drifting import DriftCheck, check_drift
@@ -23,6 +23,9 @@ from placement.plan import make_plan
 from placement.planfile import Plan
 from placement.topology import Topology
 from placement.trace import RoutingTrace
+
+if TYPE_CHECKING:
+    from workers.worker import WorkerStatus
 
 SWITCH_TIMEOUT_S = 60.0
 POLL_S = 0.01
@@ -88,6 +91,10 @@ class PlacementService:
     def current(self) -> Plan:
         """The plan of the epoch that is served."""
         return self._current
+
+    def statuses(self) -> list[WorkerStatus]:
+        """What each rank says of itself. Raises MigrationError where one does not answer."""
+        return self._on_all("status")
 
     def propose(self) -> Plan:
         """Plan from what the ranks have recorded, without changing anything."""

@@ -81,6 +81,7 @@ class ExpertLayer:
         row, k = (arrivals.experts >= 0).nonzero(as_tuple=True)
         expert = arrivals.experts[row, k]
         weight = arrivals.weights[row, k]
+        self._table.traffic.pairs += len(row)
         partial = torch.zeros(arrivals.hidden.shape, dtype=self._exchange.partial_dtype, device=arrivals.hidden.device)
         for wave in self._cache.waves(self._layer, torch.unique(expert).tolist()):
             slot_of = torch.full((self._table.num_experts,), -1, dtype=torch.int64)
@@ -94,4 +95,6 @@ class ExpertLayer:
 
     def _ranks_of(self, chosen: NDArray[np.int64]) -> NDArray[np.int32]:
         home = np.full(len(chosen), self._table.rank, np.int32)
-        return choose_ranks(chosen, home, self._table.holds[self._layer], self._table.node_of_rank)
+        ranks = choose_ranks(chosen, home, self._table.holds[self._layer], self._table.node_of_rank)
+        self._table.traffic.count_sent(ranks, self._table.rank, self._table.node_of_rank)
+        return ranks

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from placement.core import Placement
 from placement.topology import Topology
+from workers.traffic import TrafficCounters
 
 
 class RoutingTable:
@@ -22,6 +23,7 @@ class RoutingTable:
         self.num_experts = placement.num_experts
         self.node_of_rank: NDArray[np.int32] = np.ascontiguousarray(topology.node_of_rank())
         self.layers_done = 0
+        self.traffic = TrafficCounters()
         self.switch(placement)
 
     def switch(self, placement: Placement) -> None:

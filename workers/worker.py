@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ class WorkerStatus:
     slot_bytes: int
     cache: dict[str, float]
     recorder: dict[str, float]
+    traffic: dict[str, float]
 
 
 class ExpertWorker:
@@ -251,6 +252,7 @@ class ExpertWorker:
             slot_bytes=cache.num_bytes,
             cache={name: getattr(cache.counters, name) for name in type(cache.counters).__slots__},
             recorder={name: getattr(recorder, name) for name in type(recorder).__slots__},
+            traffic=asdict(self._parallel.table.traffic),
         )
 
     def recent_steps(self) -> list[StepSeconds]:

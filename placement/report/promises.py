@@ -13,8 +13,8 @@ class PastEpoch:
     """One plan of a cluster's past. at: ISO 8601; state: what became of it; reason: why, in words.
 
     before, promised: other nodes visited per token and layer without and with it, on held-out requests of its day;
-    most: the upper end of the promise's 95% interval. found: the same figure of the placement in force, when the next
-    plan was made after it, on the traffic of that day. None where it is not known.
+    most: the upper end of the promise's 95% interval. found: the same figure, measured once it served, on the traffic
+    of that time; found_before: of the placement before it, on that same traffic. None where it is not known.
     """
 
     epoch: int
@@ -25,13 +25,20 @@ class PastEpoch:
     promised: float | None = None
     most: float | None = None
     found: float | None = None
+    found_before: float | None = None
 
     @property
     def kept(self) -> bool | None:
-        """Whether at most so much was found as was promised; None where one of the two is not known."""
+        """Whether at most so much was found as was promised; None where one of the two is not known.
+
+        Where both placements were measured on the same traffic, what counts is the share that was saved.
+        """
         if self.promised is None or self.found is None:
             return None
-        return self.found <= max(self.promised, self.most or 0.0) * (1 + TOLERANCE)
+        most = max(self.promised, self.most or 0.0)
+        if self.before and self.found_before:
+            most *= self.found_before / self.before
+        return self.found <= most * (1 + TOLERANCE)
 
     @property
     def verdict(self) -> str:

@@ -221,6 +221,7 @@ def past(epochs: Sequence[PastEpoch]) -> Table:
             epoch.state,
             _cell(epoch.before),
             _cell(epoch.promised),
+            _cell(epoch.found_before),
             _cell(epoch.found),
             epoch.verdict if epoch.promised is not None else "",
             epoch.reason,
@@ -228,8 +229,8 @@ def past(epochs: Sequence[PastEpoch]) -> Table:
         for epoch in epochs
     ]
     return Table(
-        "other nodes visited per token and layer; found: by the plan that came after, on the traffic of its day",
-        ["epoch", "when (UTC)", "state", "before", "promised", "found", "promise", "why"],
+        "other nodes visited per token and layer: on held-out requests when planned; found: later, on the traffic then",
+        ["epoch", "when (UTC)", "state", "before", "promised", "before, later", "found", "promise", "why"],
         rows,
     )
 

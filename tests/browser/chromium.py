@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-DRAWN = "return document.querySelectorAll('.plot .main-svg').length"
-
 
 @contextmanager
 def open_chromium(width: int = 1100) -> Iterator[Any]:
@@ -33,9 +31,9 @@ def open_chromium(width: int = 1100) -> Iterator[Any]:
 
 
 def open_page(browser: Any, page: Path) -> None:
-    """Open a report, and wait until its first chart is drawn."""
+    """Open a report, and wait until it can draw."""
     browser.get(page.as_uri())
-    wait_for(browser, DRAWN)
+    wait_for(browser, "return window.Plotly !== undefined")
 
 
 def wait_for(browser: Any, script: str, timeout_s: float = 30.0) -> Any:

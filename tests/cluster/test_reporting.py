@@ -131,6 +131,16 @@ def test_what_a_plan_did_is_what_the_next_one_found(tmp_path: Path) -> None:
     assert found[3].reason == "a rank does not answer"
 
 
+def test_what_was_measured_of_a_plan_counts_before_all_else(tmp_path: Path) -> None:
+    history = History(tmp_path / "h.sqlite")
+    history.add(_plan(1, 2.0, 1.0), states.DONE)
+    effect = {"after": {"nodes_visited": 1.5}, "before": {"nodes_visited": 3.0}, "after_over_before": None}
+    history.advance(1, "measured", effect)
+    (found,) = past_epochs(tmp_path / "h.sqlite")
+    # Traffic visits more nodes than it did, but half of them were saved, as promised.
+    assert (found.state, found.found, found.found_before, found.verdict) == ("served", 1.5, 3.0, "kept")
+
+
 def test_a_file_that_is_no_history_is_refused(tmp_path: Path) -> None:
     (tmp_path / "h.sqlite").write_text("nonsense " * 100)
     with pytest.raises(ConfigError, match="move it away"):

@@ -103,6 +103,7 @@ class LocalRanks:
             slot_bytes=0,
             cache={},
             recorder={},
+            traffic={},
         )
 
 

@@ -116,6 +116,19 @@ def test_experts_move_while_requests_are_served_and_the_texts_stay(
         assert _texts(serving, phase) == plain
 
 
+def test_top_shows_the_ranks_of_the_running_cluster(serving: Serving, folder: Path, config: Path) -> None:
+    done = moetis(folder, "top", "--config", str(config), "--once", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2, 3]
+    assert {rank["epoch"] for rank in found["ranks"]} == {found["epoch"]}
+    assert 0 < found["nodes_visited"] <= 1
+    assert found["nodes_visited"] <= found["ranks_visited"] <= 3
+    assert found["load_max_over_mean"] >= 1
+    assert 0 < found["cache_hit_rate"] <= 1
+    assert (found["progress"], found["problem"]) == ("idle", None)
+
+
 def test_nothing_listens_beyond_loopback(serving: Serving) -> None:
     open_to_all = {
         (process.name(), connection.laddr.ip)
