@@ -41,11 +41,15 @@ def report(
     history: Annotated[
         str | None, typer.Option(metavar="FILE", help="A cluster's history.sqlite: did past plans keep their promise?")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|CONFIG", help="A known model or a config.json: bytes of links and migration."),
+    ] = None,
     expert_bytes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Weights of one expert: bytes and times of the migration.")
+        int | None, typer.Option(min=1, metavar="N", help="Weights of one expert, in place of --model's.")
     ] = None,
     token_bytes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="One hidden state as it is sent: bytes per link level.")
+        int | None, typer.Option(min=1, metavar="N", help="One hidden state as it is sent, in place of --model's.")
     ] = None,
     part: Annotated[
         str | None,
@@ -74,6 +78,7 @@ def report(
         trace=trace,
         current=current,
         history=history,
+        model=model,
         expert_bytes=expert_bytes,
         token_bytes=token_bytes,
         counts_key=counts_key,

@@ -11,6 +11,7 @@ from placement.core import Placement
 from placement.counts import Counts
 from placement.errors import ConfigError
 from placement.interchange.pieces import Hints
+from placement.modelsizes import NamedSizes, named_sizes, sizes_by_shape
 from placement.planfile import Plan, load_plan, plan_to_json
 from placement.report import (
     Report,
@@ -23,6 +24,7 @@ from placement.report import (
     report_to_json,
     take_part,
 )
+from placement.trace import RoutingTrace
 
 FORM_OF_SUFFIX = {
     ".html": "html",
@@ -55,6 +57,7 @@ class ReportInput:
     trace: str
     current: str | None
     history: str | None
+    model: str | None
     expert_bytes: int | None
     token_bytes: int | None
     counts_key: str | None
@@ -66,13 +69,29 @@ def gather(given: ReportInput) -> tuple[Report, Placement | None]:
     plan = load_plan(given.plan)
     before = load_plan(given.current).placement if given.current is not None else None
     past = past_epochs(Path(given.history)) if given.history is not None else ()
-    sizes = Sizes(expert_bytes=given.expert_bytes, token_bytes=given.token_bytes)
     trace = read_source(given.trace, Hints(counts_key=given.counts_key, num_experts=plan.placement.num_experts))
+    sizes = _sizes(given, trace)
     if isinstance(trace, Counts):
         report = make_counts_report(plan, trace, before=before, past=past, sizes=sizes, title=given.title)
     else:
         report = make_report(plan, trace, before=before, past=past, sizes=sizes, title=given.title)
     return report, before
+
+
+def _sizes(given: ReportInput, trace: RoutingTrace | Counts) -> Sizes:
+    """As given; else of the model that is named, or that has the trace's shape; else not known."""
+    named: NamedSizes | None = None
+    if given.model is not None:
+        named = named_sizes(given.model)
+    elif isinstance(trace, RoutingTrace):
+        named = sizes_by_shape(trace)
+    if given.expert_bytes is not None and given.token_bytes is not None:
+        named = None
+    return Sizes(
+        expert_bytes=given.expert_bytes or (None if named is None else round(named.sizes.expert_bytes)),
+        token_bytes=given.token_bytes or (None if named is None else named.sizes.token_bytes),
+        origin="" if named is None else named.origin,
+    )
 
 
 def part_of(report: Report, before: Placement | None) -> bytes:

@@ -63,15 +63,26 @@ def choose_sizes(model: str | None, trace: RoutingTrace) -> NamedSizes:
 
     Falls back to DeepSeek-V3's, and says so. Raises ConfigError where a named one is neither known nor a file.
     """
+    if model is not None:
+        return named_sizes(model)
+    guess = NamedSizes(sizes=KNOWN[FALLBACK].sizes, origin=f"sizes of {FALLBACK}, for want of a better guess (--model)")
+    return sizes_by_shape(trace) or guess
+
+
+def named_sizes(model: str) -> NamedSizes:
+    """The sizes of a named model, or of a config.json (or its folder). Raises ConfigError where it is neither."""
     if model in KNOWN:
         return NamedSizes(sizes=KNOWN[model].sizes, origin=f"sizes of {model}")
-    if model is not None:
-        return NamedSizes(sizes=read_sizes(Path(model)), origin=f"sizes from {model}")
+    return NamedSizes(sizes=read_sizes(Path(model)), origin=f"sizes from {model}")
+
+
+def sizes_by_shape(trace: RoutingTrace) -> NamedSizes | None:
+    """The sizes of the known model that has the trace's shape, if any."""
     shape = (trace.num_layers, trace.num_experts, trace.top_k)
     for name, known in KNOWN.items():
         if known.shape == shape:
             return NamedSizes(sizes=known.sizes, origin=f"sizes of {name}, which has the trace's shape")
-    return NamedSizes(sizes=KNOWN[FALLBACK].sizes, origin=f"sizes of {FALLBACK}, for want of a better guess (--model)")
+    return None
 
 
 def read_sizes(path: Path) -> ModelSizes:

@@ -7,12 +7,13 @@ of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.cache.policy import EvictionPolicy, PolicyName
+from placement.cache.simulate import belady_hits, simulate
+from placement.cache.stream import LookupStream
 from placement.core import Placement
 from placement.dispatch import choose_ranks
 from placement.homes import homes_of
@@ -62,10 +63,10 @@ def cache_curve(placement: Placement, topology: Topology, trace: RoutingTrace) -
             token, place = np.nonzero(served == rank)
             # Each expert once a step, steps in order.
             words = np.unique(step[token] * trace.num_experts + trace.experts[token, layer, place])
-            read = words % trace.num_experts
-            hits[0] += _lru_hits(read, trace.num_experts, slots)
-            hits[1] += _belady_hits(read, _next_use(read), trace.num_experts, slots)
-            reads += len(read)
+            lookups = _lookups(words, trace.num_experts)
+            hits[0] += [_lru_hits(lookups, size) for size in slots]
+            hits[1] += [belady_hits(lookups, size) for size in slots]
+            reads += len(words)
     share = hits / max(1, reads)
     return CacheCurve(
         slots=slots,
@@ -77,6 +78,22 @@ def cache_curve(placement: Placement, topology: Topology, trace: RoutingTrace) -
         layers=len(layers),
         ranks=len(ranks),
     )
+
+
+def _lookups(words: NDArray[np.int64], num_experts: int) -> LookupStream:
+    """One arena's stream. words: step * num_experts + expert, ascending."""
+    starts = np.flatnonzero(np.diff(words // num_experts)) + 1
+    return LookupStream(
+        num_layers=1,
+        num_experts=num_experts,
+        ids=(words % num_experts).astype(np.int32),
+        offsets=np.concatenate([[0], starts, [len(words)]]).astype(np.int64),
+    )
+
+
+def _lru_hits(lookups: LookupStream, slots: int) -> int:
+    policy = EvictionPolicy(PolicyName.LRU, num_layers=1, num_experts=lookups.num_experts, top_k=1, share=0.0)
+    return simulate(lookups, policy, np.zeros(1, np.int64), np.array([slots]))
 
 
 def _steps(trace: RoutingTrace) -> tuple[NDArray[np.int64], int | None]:
@@ -91,55 +108,3 @@ def _steps(trace: RoutingTrace) -> tuple[NDArray[np.int64], int | None]:
     made = np.empty(trace.num_tokens, np.int64)
     made[order] = np.arange(trace.num_tokens) - start[stream[order]]
     return made, STREAMS
-
-
-def _next_use(read: NDArray[np.int64]) -> NDArray[np.int64]:
-    """When the expert of each read is read next; the number of reads where it is not."""
-    order = np.argsort(read, kind="stable")
-    later = np.full(len(read), len(read), np.int64)
-    again = read[order[1:]] == read[order[:-1]]
-    later[order[:-1][again]] = order[1:][again]
-    return later
-
-
-@nb.njit(cache=True, nogil=True)
-def _lru_hits(read: Any, num_experts: int, slots: Any) -> Any:
-    """Hits by number of slots: a read hits where fewer other experts than slots were read since its last one."""
-    hits = np.zeros(len(slots), np.int64)
-    last = np.full(num_experts, -1, np.int64)
-    for now in range(len(read)):
-        before = last[read[now]]
-        if before >= 0:
-            between = 0
-            for expert in range(num_experts):
-                between += last[expert] > before
-            for size in range(len(slots)):
-                hits[size] += between < slots[size]
-        last[read[now]] = now
-    return hits
-
-
-@nb.njit(cache=True, nogil=True)
-def _belady_hits(read: Any, later: Any, num_experts: int, slots: Any) -> Any:
-    """Hits by number of slots. later: when each read's expert is read next; that of those inside is kept up to date."""
-    hits = np.zeros(len(slots), np.int64)
-    for size in range(len(slots)):
-        inside = np.zeros(num_experts, np.bool_)
-        due = np.zeros(num_experts, np.int64)
-        used = 0
-        for now in range(len(read)):
-            expert = read[now]
-            if inside[expert]:
-                hits[size] += 1
-            else:
-                if used == slots[size]:
-                    last = -1
-                    for other in range(num_experts):
-                        if inside[other] and (last < 0 or due[other] > due[last]):
-                            last = other
-                    inside[last] = False
-                    used -= 1
-                inside[expert] = True
-                used += 1
-            due[expert] = later[now]
-    return hits

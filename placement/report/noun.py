@@ -42,10 +42,14 @@ class LiveFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the model's parts take, as far as it is known: the weights of one expert, one hidden state as it is sent."""
+    """What the model's parts take, as far as it is known: the weights of one expert, one hidden state as it is sent.
+
+    origin: where that is from, in words.
+    """
 
     expert_bytes: int | None = None
     token_bytes: float | None = None
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

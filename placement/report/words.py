@@ -61,6 +61,8 @@ def evidence(report: Report) -> list[str]:
     said.append(_shown(report))
     if not report.homes_recorded and report.counted is None:
         said.append("The trace does not say on which rank a token's attention ran: homes are random.")
+    if report.sizes.origin:
+        said.append(f"Bytes and times: {report.sizes.origin}.")
     if report.before_epoch is None:
         said.append("No present placement was given: nothing is said about what would have to move.")
     elif report.before_epoch >= report.plan.placement.epoch:

@@ -56,6 +56,12 @@ def test_without_a_file_a_form_goes_to_stdout(folder: Path) -> None:
     assert all(step["num_bytes"] == 1000 * step["moves"] for step in found["rounds"])
 
 
+def test_a_models_name_gives_its_sizes_and_a_size_given_goes_before(folder: Path) -> None:
+    done = _report(folder, "--format", "json", "--model", "mixtral-8x7b", "--token-bytes", "10")
+    found = json.loads(done.stdout)["sizes"]
+    assert found == {"expert_bytes": 352_321_536, "token_bytes": 10, "origin": "sizes of mixtral-8x7b"}
+
+
 def test_a_chat_text_comes_beside_a_file(folder: Path) -> None:
     done = _report(folder, "--chat", "--out", str(folder / "beside.md"))
     assert str(folder / "beside.md") in done.stdout

@@ -12,7 +12,7 @@ from placement.core import ExpertId, Slot, Tier
 from placement.migration import MigrationPlan, Move
 from placement.report.activation import count_activation
 from placement.report.affinity import coactivation_maps, transition_maps
-from placement.report.cachecurve import _belady_hits, _lru_hits, _next_use, cache_curve
+from placement.report.cachecurve import cache_curve
 from placement.report.figures import pack
 from placement.report.memory import count_memory
 from placement.report.partly import best_part, copies_by_layer, take_part
@@ -20,8 +20,6 @@ from placement.report.promises import PastEpoch, promises_in_words
 from placement.report.rounds import round_figures
 from placement.topology import load_topology
 from placement.trace import RoutingTrace
-
-READS = st.lists(st.integers(0, 5), min_size=1, max_size=40)
 
 
 def _trace(experts: list[list[list[int]]], num_experts: int = 8, **more: object) -> RoutingTrace:
@@ -37,29 +35,6 @@ def _trace(experts: list[list[list[int]]], num_experts: int = 8, **more: object)
         "phase": np.zeros(tokens, np.uint8),
     }
     return RoutingTrace(**values | more)  # type: ignore[arg-type]
-
-
-def _simulate(read: list[int], slots: int, drop: str) -> int:
-    """The plain loop: a list of what is inside, least recently used first."""
-    inside: list[int] = []
-    hits = 0
-    for now, expert in enumerate(read):
-        if expert in inside:
-            hits += 1
-            inside.remove(expert)
-        elif len(inside) == slots:
-            rest = read[now + 1 :]
-            far = [rest.index(other) if other in rest else len(read) for other in inside]
-            inside.pop(0 if drop == "lru" else int(np.argmax(far)))
-        inside.append(expert)
-    return hits
-
-
-@given(READS)
-def test_hits_are_those_of_the_plain_loop(read: list[int]) -> None:
-    reads, slots = np.array(read, np.int64), np.arange(1, 7)
-    assert _lru_hits(reads, 6, slots).tolist() == [_simulate(read, size, "lru") for size in slots]
-    assert _belady_hits(reads, _next_use(reads), 6, slots).tolist() == [_simulate(read, size, "far") for size in slots]
 
 
 def test_the_best_cache_is_never_worse_and_a_whole_one_misses_only_first_reads() -> None:
