@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +43,7 @@ class PairMap:
 def coactivation_maps(placement: Placement, trace: RoutingTrace) -> tuple[PairMap, ...]:
     maps = []
     for layer in evenly(trace.num_layers, _fits(MAX_COACTIVATION_CELLS, trace)):
-        order = by_rank(placement, layer)
+        order = _shown(placement, layer, trace, MAX_COACTIVATION_CELLS)
         pairs = count_coactivation(trace.experts[:, layer], trace.num_experts)
         share = pairs[np.ix_(order, order)] / trace.num_tokens
         maps.append(PairMap(layer=layer, other=layer, rows=order, columns=order, share=share))
@@ -55,7 +56,7 @@ def transition_maps(placement: Placement, trace: RoutingTrace) -> tuple[PairMap,
         return ()
     maps = []
     for layer in evenly(trace.num_layers - 1, _fits(MAX_TRANSITION_CELLS, trace)):
-        rows, columns = by_rank(placement, layer), by_rank(placement, layer + 1)
+        rows, columns = (_shown(placement, one, trace, MAX_TRANSITION_CELLS) for one in (layer, layer + 1))
         steps = count_transition(
             np.ascontiguousarray(trace.experts[:, layer]),
             np.ascontiguousarray(trace.experts[:, layer + 1]),
@@ -70,6 +71,14 @@ def by_rank(placement: Placement, layer: int) -> NDArray[np.intp]:
     """The experts of a layer [E] in the order of the ranks that hold them, each at its first rank."""
     row = placement.physical_to_logical[layer]
     return np.array(list(dict.fromkeys(row[row >= 0].tolist())), np.intp)
+
+
+def _shown(placement: Placement, layer: int, trace: RoutingTrace, cells: int) -> NDArray[np.intp]:
+    """The experts of a map, by rank: all, or the busiest where a map of all is too large."""
+    order = by_rank(placement, layer)
+    load = np.bincount(trace.experts[:, layer].ravel(), minlength=trace.num_experts)
+    busiest = np.argsort(-load, kind="stable")[: math.isqrt(cells)]
+    return order[np.isin(order, busiest)]
 
 
 def _fits(cells: int, trace: RoutingTrace) -> int:

@@ -28,6 +28,7 @@ COLOURS = {"before": "#9a9a9a", "eplb": "#e08a00", "after": "#2f7ed8", "after_ro
 TIER_COLOURS = ("#c0392b", "#e08a00", "#5b8db8", "#9a9a9a")
 VISITS = {"nodes_visited": "other nodes", "ranks_visited": "other ranks"}
 MIGRATION_COLOUR = "#9b59b6"
+LOAD_ORDERS = ("expert, by number", "place in the layer, busiest expert first")
 MAX_CELLS, MAX_TICKS, MISSING = 60_000, 20, 65_535
 
 
@@ -54,18 +55,25 @@ def pack(cells: NDArray[Any]) -> dict[str, Any]:
 
 
 def load_heat_map(report: Report) -> Figure:
-    """Experts by layer; by id, and busiest first in each layer. The hover names the expert and its ranks."""
+    """Experts by layer, busiest first in each layer, and by number where all fit: the variants of LOAD_ORDERS.
+
+    The hover names the expert and its ranks.
+    """
     num_layers, num_experts = report.load.shape
-    most = max(1, MAX_CELLS // num_layers)
-    orders = [np.tile(np.arange(num_experts), (num_layers, 1))[:, :most], np.argsort(-report.load, axis=1)[:, :most]]
-    names = [[name_ranks(holders) for holders in layer] for layer in report.holders]
+    orders = [np.argsort(-report.load, axis=1, kind="stable")[:, : max(1, MAX_CELLS // num_layers)]]
+    if orders[0].shape[1] == num_experts:
+        orders.insert(0, np.tile(np.arange(num_experts), (num_layers, 1)))
+    names = [
+        {str(expert): name_ranks(holders[expert]) for expert in shown}
+        for holders, shown in zip(report.holders, orders[-1].tolist(), strict=True)
+    ]
     variants = [
         {
             "z": pack(np.take_along_axis(report.load, order, axis=1)),
             "experts": pack(order.astype(np.float64)),
             "axes": {"xaxis": {"title": {"text": title}}},
         }
-        for order, title in zip(orders, ("expert", "place in the layer, busiest expert first"), strict=True)
+        for order, title in zip(orders, LOAD_ORDERS[-len(orders) :], strict=True)
     ]
     trace = _heat("load over the layer's mean", "layer %{y}<br>expert %{text}<br>load %{z:.2f} x the mean")
     layout = _layout("expert", "layer", height=190 + 14 * min(num_layers, 60), top=70)

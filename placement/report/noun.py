@@ -143,7 +143,7 @@ def make_report(
         traffic_before=old,
         traffic_after=after,
         memory=count_memory(plan.placement),
-        cache=cache_curve(plan.placement, plan.topology, shown),
+        cache=cache_curve(plan.placement, plan.topology, trace),
         rounds=_rounds(plan, before, migration, sizes),
         part=part,
         live=live,

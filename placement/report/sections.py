@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from placement.report import figures, tables
 from placement.report.activation import Activation
+from placement.report.affinity import PairMap
 from placement.report.cachecurve import CacheCurve
 from placement.report.markup import chart, folded, look, table
 from placement.report.measured import LABELS
@@ -64,13 +65,14 @@ def ranks(report: Report) -> str:
 
 
 def expert_load(report: Report) -> str:
+    drawn = figures.load_heat_map(report)
     return (
         look("Each row is a layer. Few bright cells in a row carry much of the layer, and copies of them pay.")
         + chart(
             "expert-load",
-            figures.load_heat_map(report),
+            drawn,
             "heat map: load of the experts of each layer",
-            [("experts", ("by number", "busiest first"))],
+            [("order", [variant["axes"]["xaxis"]["title"]["text"] for variant in drawn.variants])],
         )
         + folded("the busiest experts", tables.experts(report))
     )
@@ -95,7 +97,7 @@ def activation(found: Activation) -> str:
 
 def together(report: Report) -> str:
     maps = report.coactivation
-    shown = shown_layers([one.layer for one in maps], report.plan.placement.num_layers)
+    shown = shown_layers([one.layer for one in maps], report.plan.placement.num_layers) + _few(maps, report)
     return (
         look(
             f"Experts stand in the order of their ranks: bright blocks on the diagonal mean that tokens stay "
@@ -113,7 +115,7 @@ def together(report: Report) -> str:
 
 def transitions(report: Report) -> str:
     maps = report.transitions
-    shown = shown_layers([one.layer for one in maps], report.plan.placement.num_layers - 1)
+    shown = shown_layers([one.layer for one in maps], report.plan.placement.num_layers - 1) + _few(maps, report)
     return (
         look(
             f"From a layer (rows) to the next (columns), both in the order of ranks: bright blocks on the diagonal "
@@ -127,6 +129,11 @@ def transitions(report: Report) -> str:
         )
         + folded("strongest steps", tables.transitions(report))
     )
+
+
+def _few(maps: tuple[PairMap, ...], report: Report) -> str:
+    shown, num_experts = len(maps[0].rows), report.plan.placement.num_experts
+    return "" if shown == num_experts else f" The {shown} busiest of {num_experts:,} experts of a layer."
 
 
 def migration(report: Report) -> str:

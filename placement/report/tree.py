@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from placement.report.traffic import Traffic
 from placement.topology import Topology
 
-MAX_DRAWN_RANKS = 32
+MAX_DRAWN_RANKS, MAX_LABELLED = 32, 12
 WIDTH, GUTTER, BOX_HEIGHT, ROW_HEIGHT = 760.0, 150.0, 22.0, 84.0
 WIDEST = 11.0
 LETTER = 7.2
@@ -68,6 +68,8 @@ def _row(drawing: _Drawing, level: int) -> str:
             f'stroke="{drawing.colour}" stroke-width="{width:.2f}"><title>{escape(name)} {group}: {visits:.3f} visits '
             f"per token and layer from homes elsewhere</title></line>"
         )
+        if len(np.unique(groups)) <= MAX_LABELLED:
+            ways += f'<text class="visits" x="{x:.1f}" y="{bottom - 8:g}" text-anchor="middle">{visits:.2f}</text>'
         text = f"{group}" if level == len(drawing.topology.levels) - 1 else f"{name} {group}"
         room = (WIDTH - GUTTER) / len(groups) * int(inside.sum()) - 4
         boxes += _box(bottom, x, text, min(room, 90))
