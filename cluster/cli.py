@@ -23,7 +23,7 @@ from cluster.cli_report import report_commands
 from cluster.cli_top import top_commands
 from cluster.cli_topology import topology_commands
 from cluster.cli_whatif import whatif_commands
-from cluster.terminal import LOG, OUT, show_result
+from cluster.terminal import LOG, OUT, hold_streams, show_result
 from placement.errors import ConfigError, InputError, MoetisError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -101,8 +101,8 @@ def serve(
         with redirect_stdout(sys.stderr):
             run_gateway(load_config(config), parse_address(http))
         return
-    if sys.stdin is None or sys.stdout is None:
-        raise ConfigError("stdin or stdout is closed; requests come on stdin and answers go to stdout")
+    if sys.stdin is None:
+        raise ConfigError("stdin is closed; requests come on stdin, or over HTTP with --http")
     cluster = load_config(config)
     # Ray tells of dead workers by printing to sys.stdout, where answers alone belong.
     with open(sys.stdout.fileno(), "w", encoding="utf-8", closefd=False) as answers, redirect_stdout(sys.stderr):
@@ -121,6 +121,7 @@ def main() -> None:
     for number in _SIGNALS:
         signal.signal(number, _interrupt)
     try:
+        hold_streams()
         app(standalone_mode=True)
     except InputError as error:
         LOG.print(f"moetis: {error}", markup=False, soft_wrap=True)
@@ -133,6 +134,11 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         # The reader of stdout left; nothing more can be said there, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        # Results that could not be written, to a full disk say: what is left of them must not be tried again at exit.
+        LOG.print(f"moetis: failed: {error.filename or 'stdout'}: {error.strerror}", markup=False, soft_wrap=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 

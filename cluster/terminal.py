@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from placement.errors import ConfigError
+
 OUT = Console(highlight=False)
 LOG = Console(stderr=True, highlight=False)
+
+
+def hold_streams() -> None:
+    """Put /dev/null where stdin, stdout or stderr is closed: the next file that is opened would take its number.
+
+    Raises ConfigError where it is stdout, since results go there.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  (for the life of the process)
+    if sys.stdout is None:
+        raise ConfigError("stdout is closed; results go there (> /dev/null throws them away)")
 
 
 def show_result(as_json: bool, figures: dict[str, Any], show: Callable[[], None]) -> None:
