@@ -41,7 +41,10 @@ def draw_tokens(scores: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     point = torch.tensor(
         [uniform(draw.sampling.seed, draw.position) for draw in draws], dtype=torch.float64, device=device
     )
-    probabilities = torch.softmax(scores[rows].double() / temperature[:, None], dim=-1)
+    # The likeliest at 0: any temperature above 0 then divides to a number, never to infinity minus infinity.
+    below = scores[rows].double()
+    below = below - below.max(dim=-1, keepdim=True).values
+    probabilities = torch.softmax(below / temperature[:, None], dim=-1)
     ranked, token_ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
     reached = ranked.cumsum(dim=-1)
     kept = torch.where(reached - ranked < top_p[:, None], ranked, 0.0).cumsum(dim=-1)

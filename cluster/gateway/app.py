@@ -20,7 +20,7 @@ from cluster.gateway.desk import Desk
 from cluster.gateway.errors import ApiError, from_validation
 from cluster.gateway.guard import Guard
 from cluster.gateway.prompts import chat_prompt, completion_prompt
-from cluster.gateway.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody
+from cluster.gateway.protocol import DEFAULT_COMPLETION_TOKENS, LONGEST_SESSION, ChatBody, CompletionBody
 from cluster.gateway.relay import Ask, Piece
 from cluster.gateway.text_stream import TextStream
 from placement.errors import RequestError
@@ -102,7 +102,7 @@ class Gateway:
         )
         ask = Ask(
             request=self._generation(form, body, prompt, new_tokens),
-            session=body.user or request.headers.get(SESSION_HEADER),
+            session=body.user or request.headers.get(SESSION_HEADER, "")[:LONGEST_SESSION] or None,
         )
         text = TextStream(self._tokenizer, body.stops)
         async with AsyncExitStack() as stack:

@@ -37,7 +37,8 @@ def from_validation(error: ValidationError) -> ApiError:
     if problem["type"] == "extra_forbidden":
         return ApiError(400, f"unrecognized request argument: {param}", param=param, code="unknown_parameter")
     if problem["type"] == "missing":
-        return ApiError(400, f"'{param}' is required", param=param, code="missing_required_parameter")
+        path = ".".join(str(step) for step in problem["loc"])
+        return ApiError(400, f"'{path}' is required", param=param, code="missing_required_parameter")
     given = repr(problem["input"])[:80]
     reason = problem["msg"].removeprefix("Value error, ")
     return ApiError(400, f"'{param}': {reason} (got {given})" if param else reason, param=param, code="invalid_value")

@@ -15,6 +15,7 @@ from workers.requests import MAX_TEMPERATURE, Sampling
 MOST_STOPS = 4
 DEFAULT_COMPLETION_TOKENS = 16
 LONGEST_STOP = 1000
+LONGEST_SESSION = 512
 
 _Text = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 
@@ -37,7 +38,7 @@ class _Common(_Strict):
     stop: _Text | list[_Text] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(default=None, max_length=512)
+    user: str | None = Field(default=None, max_length=LONGEST_SESSION)
     n: Literal[1] | None = None
     # Accepted where they ask for nothing that is not done anyway.
     presence_penalty: float | None = Field(default=None, ge=0, le=0)

@@ -29,6 +29,10 @@ def test_a_low_temperature_is_all_but_greedy() -> None:
     assert set(draw_tokens(SCORES, _draws(0, 500, temperature=0.05)).tolist()) == {0}
 
 
+def test_the_lowest_temperature_there_is_still_draws_the_likeliest_token() -> None:
+    assert set(draw_tokens(SCORES, _draws(0, 20, temperature=5e-324)).tolist()) == {0}
+
+
 def test_top_p_keeps_the_fewest_likeliest_tokens_that_hold_it() -> None:
     # 0.64, 0.24, 0.09, 0.03: the first alone holds 0.6, the first two 0.7.
     assert set(draw_tokens(SCORES, _draws(0, 500, top_p=0.6)).tolist()) == {0}
