@@ -89,7 +89,7 @@ def plan(
             made = plan_counts(routing, tree, rows_per_rank=slots_per_rank, current=before)
         else:
             made = make_plan(routing, tree, rows_per_rank=slots_per_rank, current=before, seed=seed)
-    made = offline.with_layers(made, routing.layers)
+    made = offline.with_layers(made, routing.model_layers if isinstance(routing, Counts) else routing.layers)
     table = views.counts_plan_table(made) if isinstance(routing, Counts) else views.plan_table(made)
     offline.write_result(path, plan_to_json(made).encode())
     LOG.print(f"wrote {path}")
@@ -159,6 +159,10 @@ def evaluate(
     gpu_share: Annotated[float, typer.Option(help="Share of a rank's experts on its GPU; others are cached.")] = 1.0,
     overlap: OverlapOption = False,
     counts_key: CountsKeyOption = None,
+    fit: Annotated[
+        str | None, typer.Option(metavar="COUNTS", help="Counts alone: fit the baselines on these, not on the judged.")
+    ] = None,
+    fit_key: Annotated[str | None, typer.Option(metavar="NAME", help="Its array, as --counts-key.")] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -184,9 +188,11 @@ def evaluate(
     routing = read_source(trace, Hints(counts_key=counts_key, num_experts=made.placement.num_experts))
     if isinstance(routing, Counts):
         offline.refuse_with_counts(on=on, homes=homes, current=current, model=model)
-        levels = offline.compare_counts(made, routing, names=names, seed=seed)
+        fitted = None if fit is None else read_source(fit, Hints(counts_key=fit_key))
+        levels = offline.compare_counts(made, routing, names=names, seed=seed, fit=fitted)
         show_result(as_json, levels, lambda: OUT.print(views.counts_table(levels)))
         return
+    offline.refuse_with_tokens(fit=fit)
     named = choose_sizes(model, routing)
     serving = Serving(
         sizes=named.sizes,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from placement.core import EMPTY
+from placement.core import EMPTY, Placement
 from placement.errors import ConfigError
 from placement.interchange.export import Engine, check_ranks, export_placement
 from placement.layers import ModelLayers, all_moe, layers_from_dict, layers_from_text
@@ -35,9 +35,10 @@ def export_plan(
 ) -> Exported:
     """Raises PlacementError or ConfigError where plan, layers and ranks do not fit each other."""
     plan = load_plan(text)
-    placement = plan.placement
-    check_ranks(placement, placement.num_ranks if ep_size is None else ep_size)
-    layers, assumed = _layers(plan, text, moe_layers, hidden_layers)
+    check_ranks(plan.placement, plan.placement.num_ranks if ep_size is None else ep_size)
+    placement, known, assumed = _moe_rows(plan, text)
+    layers, more = _layers(placement, known, moe_layers, hidden_layers)
+    assumed += more
     empty = int((placement.physical_to_logical == EMPTY).sum())
     if empty and engine is not Engine.VLLM:
         assumed.append(f"{empty} empty slots hold one more copy of an expert that has fewest")
@@ -56,17 +57,29 @@ def export_plan(
     )
 
 
-def _layers(plan: Plan, text: str, moe: str | None, hidden: int | None) -> tuple[ModelLayers, list[str]]:
+def _moe_rows(plan: Plan, text: str) -> tuple[Placement, ModelLayers | None, list[str]]:
+    """The placement's MoE layers alone, and what the plan says of them: a plan from counts has a row for dense ones."""
+    placement = plan.placement
+    if "layers" not in plan.measured:
+        return placement, None, []
+    known = layers_from_dict(plan.measured["layers"], source=f"plan '{text}'")
+    if len(known.moe) == placement.num_layers or known.num_hidden != placement.num_layers:
+        return placement, known, []
+    rows = list(known.moe)
+    chosen = replace(placement, physical_to_logical=placement.physical_to_logical[rows], tiers=placement.tiers[rows])
+    return chosen, known, [f"layers without any load are dense: {', '.join(str(one) for one in known.dense)}"]
+
+
+def _layers(
+    placement: Placement, known: ModelLayers | None, moe: str | None, hidden: int | None
+) -> tuple[ModelLayers, list[str]]:
     """The options first, then what the plan's source said, else: all layers are MoE layers, which is said."""
-    known = layers_from_dict(plan.measured["layers"], source=f"plan '{text}'") if "layers" in plan.measured else None
     if moe is not None:
         indices = layers_from_text(moe, option="--moe-layers")
-        if len(indices) != plan.placement.num_layers:
-            raise ConfigError(
-                f"--moe-layers '{moe}': names {len(indices)} layers, the plan has {plan.placement.num_layers}"
-            )
+        if len(indices) != placement.num_layers:
+            raise ConfigError(f"--moe-layers '{moe}': names {len(indices)} layers, the plan has {placement.num_layers}")
     else:
-        indices = known.moe if known is not None else tuple(range(plan.placement.num_layers))
+        indices = known.moe if known is not None else tuple(range(placement.num_layers))
     num_hidden = hidden or (known.num_hidden if known is not None else 0)
     if hidden is not None and indices[-1] >= hidden:
         raise ConfigError(
@@ -74,8 +87,8 @@ def _layers(plan: Plan, text: str, moe: str | None, hidden: int | None) -> tuple
         )
     layers = ModelLayers(moe=indices, num_hidden=max(num_hidden, indices[-1] + 1))
     if known is None and moe is None and hidden is None:
-        return all_moe(plan.placement.num_layers), [
-            f"all {plan.placement.num_layers} layers are MoE layers (the plan does not say; "
+        return all_moe(placement.num_layers), [
+            f"all {placement.num_layers} layers are MoE layers (the plan does not say; "
             f"--moe-layers 3-60 --hidden-layers 61 says it otherwise)"
         ]
     return layers, []

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from placement.baselines import eplb_placement, linear_placement, random_placement
 from placement.core import Placement
-from placement.counts import Counts, score_counts
+from placement.counts import Counts, check_counts, score_counts
 from placement.curve import CurvePoint, fewest_rows
 from placement.errors import ConfigError, PlacementError, TraceError
 from placement.evaluate import check_fit
@@ -54,15 +54,34 @@ def refuse_with_counts(**options: object) -> None:
             raise ConfigError(f"--{name} {value}: counts alone know neither requests nor homes; leave it out")
 
 
-def compare_counts(plan: Plan, counts: Counts, *, names: list[str], seed: int) -> dict[str, Any]:
-    """Load max/mean of a plan and of the named baselines, which are fitted on these very counts."""
+def refuse_with_tokens(**options: object) -> None:
+    """Raises ConfigError where an option that is for counts alone is given with a trace of tokens."""
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(f"--{name} {value}: a trace has its own requests to fit on; it is for counts alone")
+
+
+def compare_counts(
+    plan: Plan, counts: Counts, *, names: list[str], seed: int, fit: RoutingTrace | Counts | None = None
+) -> dict[str, Any]:
+    """Load max/mean of a plan and of the named baselines, which are fitted on fit, or on these very counts."""
     mine = score_counts(plan.placement, plan.topology, counts)
-    fitted = {name: baseline_placement(name, counts.load, plan.placement, seed) for name in names}
+    source = counts if fit is None else fit
+    if not isinstance(source, Counts):
+        raise ConfigError("--fit: holds tokens; give counts, such as those of the workload that the plan was made for")
+    check_counts(plan.placement, plan.topology, source)
+    fitted = {name: baseline_placement(name, source.load, plan.placement, seed) for name in names}
     scores = {name: score_counts(placement, plan.topology, counts) for name, placement in fitted.items()}
     ratio = {
         name: {figure: _ratio(mine[figure], value) for figure, value in score.items()} for name, score in scores.items()
     }
-    return {"judged_on": counts.source, "plan": mine, "baselines": scores, "plan_over_baseline": ratio}
+    return {
+        "judged_on": counts.source,
+        "fitted_on": source.source,
+        "plan": mine,
+        "baselines": scores,
+        "plan_over_baseline": ratio,
+    }
 
 
 def share_of(text: str, option: str) -> float:

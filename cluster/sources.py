@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,7 +24,7 @@ from placement.interchange.tensorrt import statistics_counts
 from placement.interchange.vllm import array_pieces, response_pieces
 from placement.trace import RoutingTrace
 
-MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 29
 OWN = (Form.SEGMENTS, Form.NPZ)
 Item = TypeVar("Item")
 
@@ -39,7 +40,9 @@ class Opened:
 
     def chunks(self) -> Iterator[RoutingTrace]:
         """The tokens, checked. Raises TraceError as `assemble`; shows how far it is on stderr."""
-        pieces = with_progress(_pieces(self.source, self.hints, self.notes), self.notes, self.source.num_bytes)
+        with readable(str(self.source.path)):
+            num_bytes = self.source.num_bytes
+        pieces = with_progress(_pieces(self.source, self.hints, self.notes), self.notes, num_bytes)
         return assemble(pieces, self.hints, self.notes, model=self.source.path.stem)
 
 
@@ -47,13 +50,23 @@ def open_source(text: str, hints: Hints) -> Opened:
     """Find out what a source is; counts are read at once. Raises TraceError and ConfigError."""
     if hints.form is not None and hints.form not in list(Form):
         raise ConfigError(f"--format '{hints.form}': is one of {', '.join(Form)}")
-    source = find_source(text, hints)
-    notes = Notes(form=str(source.form), num_files=len(source.files))
-    return Opened(source=source, hints=hints, notes=notes, counts=_counts(source, hints, notes))
+    with readable(text):
+        source = find_source(text, hints)
+        notes = Notes(form=str(source.form), num_files=len(source.files))
+        return Opened(source=source, hints=hints, notes=notes, counts=_counts(source, hints, notes))
+
+
+@contextmanager
+def readable(text: str) -> Iterator[None]:
+    """Raises TraceError, naming the file, where the system refuses to read."""
+    try:
+        yield
+    except OSError as error:
+        raise TraceError(f"{error.filename or text}: cannot be read: {error.strerror or error}") from error
 
 
 def read_source(text: str, hints: Hints | None = None) -> RoutingTrace | Counts:
-    """A source for a command that plans or judges: a trace of 1 GB at most (requests sampled above that), or counts.
+    """A source for a command that plans or judges: a trace of 0.5 GB at most (requests sampled above that), or counts.
 
     What was dropped or assumed goes to stderr. Raises TraceError and ConfigError.
     """
@@ -129,6 +142,10 @@ def with_progress(items: Iterator[Item], notes: Notes, num_bytes: int) -> Iterat
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=LOG, transient=True, disable=not LOG.is_terminal) as progress:
         task = progress.add_task("reading", total=num_bytes)
-        for item in items:
+        while True:
+            with readable("the source"):
+                item = next(items, None)
+            if item is None:
+                return
             progress.update(task, completed=notes.bytes_read)
             yield item

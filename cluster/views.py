@@ -59,7 +59,7 @@ def counts_plan_table(plan: Plan) -> Table:
 def counts_table(found: dict[str, Any]) -> Table:
     table = score_table(f"judged on {found['judged_on']}", {"plan": found["plan"]} | found["baselines"])
     if found["baselines"]:
-        table.caption, table.caption_justify = "baselines are fitted on these very counts", "left"
+        table.caption, table.caption_justify = f"baselines are fitted on {found['fitted_on']}", "left"
     return table
 
 

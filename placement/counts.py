@@ -64,6 +64,13 @@ class Counts:
         counted: NDArray[np.bool_] = self.load.sum(axis=1) > 0
         return counted
 
+    @property
+    def model_layers(self) -> ModelLayers | None:
+        """The layers that the source names; else, where some of the L have no load, the others among all L."""
+        if self.layers is not None or self.counted.all():
+            return self.layers
+        return ModelLayers(moe=tuple(np.flatnonzero(self.counted).tolist()), num_hidden=len(self.load))
+
 
 def check_counts(placement: Placement, topology: Topology, counts: Counts) -> None:
     """Raises TraceError or TopologyError where the three are not of one model and one cluster."""

@@ -90,7 +90,7 @@ def _npz_form(path: Path) -> Form:
 
 
 def _npy_form(path: Path) -> Form:
-    """Counts are wide or floating; routed experts come as uint8 or uint16 [tokens, layers, top_k]."""
+    """Routed experts come as uint8 or uint16 [tokens, layers, top_k]; counts are wider, or floating."""
     with path.open("rb") as file:
         stream = open_array(file, f"trace '{path}'")
     small = stream.dtype.kind == "u" and stream.dtype.itemsize <= 2
@@ -131,6 +131,8 @@ def _folder(path: Path, hints: Hints) -> Source:
         forms = " and ".join(f"{form} ({files[0].name})" for form, files in found.items())
         raise TraceError(f"trace '{path}': holds {forms}; say which with --format, or name one file")
     ((form, files),) = found.items()
+    if form is Form.COUNTS and len(files) > 1:
+        raise TraceError(f"trace '{path}': has {len(files)} files of counts ({files[0].name}, ...); name one of them")
     return Source(path=path, form=form, files=files)
 
 
@@ -148,11 +150,12 @@ def _forms_in(path: Path) -> dict[Form, tuple[Path, ...]]:
             found[Form.SEGMENTS] = segments
     if of[".pt"]:
         found[Form.SGLANG] = of[".pt"]
-    if of[".npy"]:
-        found[Form.ARRAYS] = of[".npy"]
+    for file in of[".npy"]:
+        form = _npy_form(file)
+        found[form] = (*found.get(form, ()), file)
     for file in of[".jsonl"]:
         form = _lines_form(file) if file.stat().st_size else Form.RESPONSES
         found[form] = (*found.get(form, ()), file)
     if (path / f"{COUNTS_KEY}.npz").is_file():
-        found[Form.COUNTS] = (path / f"{COUNTS_KEY}.npz",)
+        found[Form.COUNTS] = (*found.get(Form.COUNTS, ()), path / f"{COUNTS_KEY}.npz")
     return found

@@ -15,7 +15,6 @@ import io
 import json
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 LAYERS, EXPERTS, TOP_K, REQUEST = 48, 128, 8, 500
+FEW = 2000
 AIMS = {"npz": 20.0, "segments": 20.0, "router trace": 2.0, "vllm responses": 2.0}
 NAMES = ("npz", "segments", "router trace", "vllm responses", "sglang per_token")
 
@@ -40,7 +40,7 @@ def make(folder: Path, num_tokens: int) -> dict[str, Path]:
     from placement.interchange.pieces import Hints
 
     folder.mkdir(parents=True)
-    few = np.random.default_rng(0).random((2000, LAYERS, EXPERTS)).argpartition(TOP_K, axis=2)[:, :, :TOP_K]
+    few = np.random.default_rng(0).random((FEW, LAYERS, EXPERTS)).argpartition(TOP_K, axis=2)[:, :, :TOP_K]
     few = few.astype(np.uint8)
     chosen = np.resize(few, (num_tokens, LAYERS, TOP_K))
     order = np.arange(num_tokens)
@@ -49,11 +49,12 @@ def make(folder: Path, num_tokens: int) -> dict[str, Path]:
 
     import_source(str(folder / "t.npz"), str(folder / "segments"), Hints())
     with (folder / "router_trace_rank0.jsonl").open("w") as file:
-        for step, start in enumerate(range(0, num_tokens, 2000)):
-            for layer in range(LAYERS):
-                rows = chosen[start : start + 2000, layer].tolist()
+        tables = [json.dumps(few[:, layer].tolist()) for layer in range(LAYERS)]
+        for step in range(num_tokens // FEW):
+            for layer, rows in enumerate(tables):
                 record = {"step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer, "rank": 0}
-                file.write(json.dumps(record | {"num_tokens": len(rows), "topk": TOP_K, "top_indices": rows}) + "\n")
+                head = json.dumps(record | {"num_tokens": FEW, "topk": TOP_K})[:-1]
+                file.write(f'{head}, "top_indices": {rows}}}\n')
     with (folder / "responses.jsonl").open("w") as file:
         for start in range(0, num_tokens, REQUEST):
             buffer = io.BytesIO()
@@ -98,7 +99,7 @@ def child(source: str, out: str, plain: bool) -> None:
     parse_table(b"[[1,2]]")
     if source.endswith(".pt"):
         import torch  # noqa: F401 (starting torch is no part of reading)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _peak_mb()
     wall, processor = time.perf_counter(), time.process_time()
     if plain:
         _read_plainly(Path(source))
@@ -107,10 +108,16 @@ def child(source: str, out: str, plain: bool) -> None:
     figures = {
         "wall_s": time.perf_counter() - wall,
         "cpu_s": time.process_time() - processor,
-        "start_mb": before / 1e3,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        "start_mb": before,
+        "peak_mb": _peak_mb(),
     }
     sys.stdout.write(json.dumps(figures))
+
+
+def _peak_mb() -> float:
+    """This process's own peak; getrusage would pass its parent's on."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return float(line.split()[1]) / 1e3
 
 
 def _read_plainly(path: Path) -> None:
@@ -136,7 +143,7 @@ def measure(source: Path, scratch: Path, *, plain: bool = False) -> dict[str, fl
 
 def run(folder: Path, millions: float) -> list[dict[str, Any]]:
     shutil.rmtree(folder, ignore_errors=True)
-    sizes = [int(millions * 1e6 * share / (LAYERS * TOP_K)) for share in (0.25, 1.0)]
+    sizes = [int(millions * 1e6 * share / (LAYERS * TOP_K)) // FEW * FEW for share in (0.25, 1.0)]
     files = [make(folder / f"{size}", size) for size in sizes]
     rows = []
     for name in NAMES:
@@ -173,7 +180,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--choices", type=float, default=40.0, help="millions of expert choices a file")
+    parser.add_argument("--choices", type=float, default=96.0, help="millions of expert choices a file")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/bench-interchange"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)

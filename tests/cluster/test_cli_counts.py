@@ -59,6 +59,15 @@ def test_evaluate_on_counts_gives_the_balance_alone(counts_plan: Path, counts: P
     assert "'monday'" in found["judged_on"]
 
 
+def test_baselines_can_be_fitted_on_what_the_plan_was_fitted_on(counts_plan: Path, counts: Path) -> None:
+    judged = (str(counts_plan), str(counts), "--counts-key", "monday", "--baseline", "eplb", "--json")
+    same = json.loads(moetis("evaluate", *judged).stdout)
+    other = json.loads(moetis("evaluate", *judged, "--fit", str(counts), "--fit-key", "counts").stdout)
+    assert other["fitted_on"].endswith("key 'counts'")
+    worse = (found["baselines"]["eplb"]["load_max_over_mean"] for found in (other, same))
+    assert next(worse) > next(worse)
+
+
 def test_slots_finds_the_fewest_for_a_goal(trace: Path) -> None:
     done = moetis("slots", str(trace), "--topology", "2x2", "--from", "1", "--to", "4", "--goal", "95%", "--json")
     assert done.returncode == 0, done.stderr

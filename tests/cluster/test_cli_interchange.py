@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from cluster.cli import app
 from cluster.sources import read_trace
@@ -102,6 +103,20 @@ def test_import_of_counts_keeps_them_and_their_layers(tmp_path: Path) -> None:
     done = here("plan", str(tmp_path / "c"), "--topology", "2x2", "--slots-per-rank", "3", "--out", str(plan))
     assert done.returncode == 0, done.stderr
     assert load_plan(plan).measured["layers"] == {"moe": [1, 2, 3], "hidden": 4}
+
+
+def test_layers_without_load_are_dense_for_the_engine(tmp_path: Path) -> None:
+    count = np.arange(24.0).reshape(3, 8)
+    count[0] = 0
+    np.save(tmp_path / "c.npy", count)
+    plan, out = tmp_path / "p.json", tmp_path / "out.json"
+    done = here("plan", str(tmp_path / "c.npy"), "--topology", "2x2", "--slots-per-rank", "3", "--out", str(plan))
+    assert done.returncode == 0, done.stderr
+    done = here("export", str(plan), "--to", "sglang", "--out", str(out))
+    assert "layers without any load are dense: 0" in done.stderr
+    assert json.loads(out.read_text())["physical_to_logical_map"][0] == [*range(8), 0, 1, 2, 3]
+    here("export", str(plan), "--to", "tensorrt-llm", "--out", str(out))
+    assert list(yaml.safe_load(out.read_text())["initial_global_assignments"]) == [1, 2]
 
 
 def test_early_segments_learn_the_experts_that_come_late(tmp_path: Path) -> None:

@@ -207,6 +207,21 @@ def test_a_layer_that_was_dense_and_then_is_not_is_an_error(tmp_path: Path) -> N
     assert _read(tmp_path, moe_layers=tuple(range(DENSE, HIDDEN))).num_tokens == 8
 
 
+def test_narrow_arrays_are_routing_and_wide_ones_counts(tmp_path: Path) -> None:
+    np.save(tmp_path / "routing.npy", with_dense(routing(30)))
+    np.save(tmp_path / "counts.npy", np.random.default_rng(0).integers(0, 50, (30, 3, 8)))
+    assert isinstance(read_source(str(tmp_path / "routing.npy")), RoutingTrace)
+    assert isinstance(read_source(str(tmp_path / "counts.npy")), Counts)
+    assert _read(tmp_path / "routing.npy", form="vllm-npy").num_tokens == 30
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").symlink_to(tmp_path / "loop.npy")
+    (tmp_path / "loop.npy").symlink_to(tmp_path / "a.npy")
+    with pytest.raises(TraceError, match=r"a\.npy"):
+        read_source(str(tmp_path / "a.npy"))
+
+
 def test_a_response_without_routing_is_counted(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "r.jsonl", [vllm_response(routing(6), 3), {"choices": [{"text": "x"}]}])
     opened = open_source(str(path), Hints())
