@@ -30,6 +30,8 @@ from placement.errors import ConfigError, MoetisError
 
 SPARE_REQUESTS = 256
 STOP_TIMEOUT_S = 5
+# Serve notices that a replica was killed when it next asks for its health.
+HEALTH_PERIOD_S = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,7 @@ def gateway(
         max_ongoing_requests=config.gateway.max_requests + SPARE_REQUESTS,
         max_queued_requests=config.gateway.max_requests + SPARE_REQUESTS,
         graceful_shutdown_timeout_s=STOP_TIMEOUT_S,
+        health_check_period_s=HEALTH_PERIOD_S,
         ray_actor_options={"num_cpus": 0},
     )(serve.ingress()(GatewayReplica))
     name = f"moetis-{config.name}"

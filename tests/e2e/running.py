@@ -58,6 +58,7 @@ class Serving:
         *options: str,
         ready: str = "requests on stdin",
         environment: dict[str, str] | None = None,
+        within_s: float = TIMEOUT_S,
     ) -> None:
         self._folder = folder
         self._errors = (folder / "stderr").open("w")
@@ -73,7 +74,11 @@ class Serving:
         self.answers: dict[str | None, list[dict[str, Any]]] = {}
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
-        self._wait(lambda: ready in self.stderr(), "the cluster did not come up")
+        try:
+            self._wait(lambda: ready in self.stderr(), "the cluster did not come up", within_s)
+        except AssertionError:
+            self.kill()
+            raise
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -103,8 +108,8 @@ class Serving:
             self.answers.setdefault(line["id"], []).append(line)
         return any("end" in line for line in self.answers.get(name, []))
 
-    def _wait(self, ready: Any, otherwise: str) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
+    def _wait(self, ready: Any, otherwise: str, within_s: float = TIMEOUT_S) -> None:
+        deadline = time.monotonic() + within_s
         while not ready():
             assert self.process.poll() is None or ready(), f"{otherwise}: serve ended\n{self.stderr()}"
             assert time.monotonic() < deadline, f"{otherwise}\n{self.stderr()}"

@@ -68,6 +68,7 @@ def serving(folder: Path, config: Path, port: int) -> Iterator[Serving]:
         f"127.0.0.1:{port}",
         ready="/v1",
         environment={"TEST_KEYS": f"other-key-0123456789,{KEY}"},
+        within_s=300,
     )
     yield running
     running.kill()
@@ -263,7 +264,7 @@ def test_experts_move_while_clients_stream(
     client: openai.OpenAI, plain: Callable[[str], str], folder: Path, config: Path
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
-        moving = pool.submit(moetis, folder, "rebalance", "--config", str(config), "--json")
+        moving = pool.submit(moetis, folder, "rebalance", "--config", str(config), "--json", timeout_s=300)
         texts = []
         while not moving.done():
             texts.append(_write(client, PROMPTS[0]))
