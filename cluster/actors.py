@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +14,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from cluster.drifting import DriftCheck
+from cluster.forming import Meeting
 from cluster.gateway.relay import Relay
-from cluster.history import History
-from cluster.service import PlacementService, RebalanceResult
-from placement.core import Placement
-from placement.errors import MigrationError, MoetisError
+from cluster.history import History, Member
+from cluster.service import Formed, PlacementService, RebalanceResult
+from placement.core import ExpertId, Placement
+from placement.errors import MigrationError, RequestError
 from placement.migration import Move
 from placement.planfile import Plan
 from placement.topology import Topology
@@ -26,10 +29,11 @@ from workers.options import WorkerOptions
 from workers.peers import Rendezvous
 from workers.requests import GenerationRequest
 from workers.step_clock import StepSeconds
-from workers.worker import ExpertWorker, WorkerStatus
+from workers.worker import ExpertWorker, Holdings, Pulse, WorkerStatus
 
 SERVICE_NAME = "placement-service"
 CALL_TIMEOUT_S = 300.0
+NICENESS = 10
 
 
 class WorkerActor:
@@ -38,28 +42,49 @@ class WorkerActor:
     def __init__(self, options: WorkerOptions, rank: int, topology: Topology, placement: Placement) -> None:
         self._worker = ExpertWorker(options, rank=rank, topology=topology, placement=placement)
 
-    def open_rendezvous(self, host: str, interface: str) -> Rendezvous:
-        return self._worker.open_rendezvous(host=host, interface=interface)
+    def ready(self) -> tuple[int, ModelShape]:
+        """Answers once the model is loaded: the process id, and what it serves."""
+        return os.getpid(), self._worker.shape
 
-    def join(self, rendezvous: Rendezvous) -> ModelShape:
-        return self._worker.join(rendezvous)
+    def pulse(self) -> Pulse:
+        return self._worker.pulse()
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list[str | None]:
-        """For each request None, or why it was refused."""
+    def open_rendezvous(self, host: str, interface: str, epoch: int, num_ranks: int) -> Rendezvous:
+        here = ray.util.get_node_ip_address() if host == "auto" else host
+        return self._worker.open_rendezvous(host=here, interface=interface, epoch=epoch, num_ranks=num_ranks)
+
+    def take_seat(self, rendezvous: Rendezvous, rank: int, num_ranks: int) -> None:
+        self._worker.take_seat(rendezvous, rank=rank, num_ranks=num_ranks)
+
+    def release_except(self, experts: frozenset[ExpertId]) -> None:
+        self._worker.release_except(experts)
+
+    def restore(self, experts: frozenset[ExpertId]) -> int:
+        return self._worker.restore(experts)
+
+    def serve(self, placement: Placement, topology: Topology, rank: int) -> None:
+        self._worker.serve(placement, topology, rank)
+
+    def leave(self) -> Holdings:
+        return self._worker.leave()
+
+    def submit(self, requests: Sequence[GenerationRequest], founding: int) -> list[str | None]:
+        """For each request None, or why it was refused. Raises StaleEpochError for requests to another founding."""
+        self._worker.check_founding(founding)
         return [self._refusal(request) for request in requests]
 
     def _refusal(self, request: GenerationRequest) -> str | None:
         try:
             self._worker.submit(request)
-        except MoetisError as error:
+        except RequestError as error:
             return str(error)
         return None
 
     def cancel(self, request: str) -> None:
         self._worker.cancel(request)
 
-    def next_events(self, timeout_s: float) -> list[TokenEvent]:
-        return self._worker.next_events(timeout_s)
+    def next_events(self, timeout_s: float, founding: int) -> list[TokenEvent]:
+        return self._worker.next_events(timeout_s, founding)
 
     def copy_round(self, target_epoch: int, moves: Sequence[Move]) -> int:
         return self._worker.copy_round(target_epoch, moves)
@@ -108,33 +133,62 @@ class RayRanks:
             raise MigrationError(f"{method}: a rank does not answer: {str(error).splitlines()[0]}") from error
 
 
+def connect(members: Sequence[Member]) -> RayRanks:
+    """The road to actors by their names. Raises MigrationError where one is gone."""
+    try:
+        return RayRanks([ray.get_actor(member.actor) for member in members])
+    except ValueError as error:
+        raise MigrationError(f"a rank is gone: {str(error).splitlines()[0]}") from error
+
+
 class PlacementServiceActor:
-    """The PlacementService as a Ray actor. progress() answers while a rebalance runs."""
+    """The PlacementService as a Ray actor. progress() answers while a rebalance runs.
+
+    Ray starts it again when its process dies; it then takes up what its history says.
+    """
 
     def __init__(
         self,
         history: Path,
-        workers: Sequence[ActorHandle[Any]],
         initial: Plan,
         trace_dir: Path,
         min_gain: float,
         seed: int,
         window_tokens: int,
+        meeting: Meeting,
     ) -> None:
+        # Planning takes whole seconds of a core, and tokens come first.
+        os.nice(NICENESS)
         self._progress = "idle"
         self._service = PlacementService(
             history=History(history),
-            ranks=RayRanks(workers),
+            connect=connect,
             initial=initial,
             trace_dir=trace_dir,
             min_gain=min_gain,
             seed=seed,
             window_tokens=window_tokens,
+            meeting=meeting,
         )
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            with contextlib.suppress(MigrationError):
+                self._service.resume()
 
-    def rebalance(self) -> RebalanceResult:
+    def rebalance(self, is_gated: bool = True) -> RebalanceResult:
         try:
-            return self._service.rebalance(self._note)
+            return self._service.rebalance(self._note, is_gated=is_gated)
+        finally:
+            self._progress = "idle"
+
+    def form(self, members: Sequence[Member], reason: str) -> Formed:
+        try:
+            return self._service.form(members, reason, self._note)
+        finally:
+            self._progress = "idle"
+
+    def vacate(self, seats: Sequence[int]) -> None:
+        try:
+            self._service.vacate(seats, self._note)
         finally:
             self._progress = "idle"
 
@@ -159,28 +213,41 @@ class PlacementServiceActor:
     def current(self) -> Plan:
         return self._service.current
 
+    def members(self) -> tuple[Member, ...]:
+        return self._service.members
 
-def start_workers(
-    options: WorkerOptions, *, topology: Topology, placement: Placement, num_gpus: float
-) -> list[ActorHandle[Any]]:
-    """One actor a rank. Threads: events, requests, migration and status must not wait for each other."""
-    remote = ray.remote(WorkerActor).options(num_cpus=1, num_gpus=num_gpus, max_concurrency=8)
-    return [remote.remote(options, rank, topology, placement) for rank in range(topology.num_ranks)]
+    def plan_for(self, seats: Sequence[int]) -> Plan:
+        return self._service.plan_for(seats)
+
+    def want(self, seats: Sequence[int]) -> None:
+        self._service.history.want(seats)
+
+    def wanted(self) -> tuple[int, ...]:
+        return self._service.history.wanted()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def start_worker(
+    options: WorkerOptions, *, name: str, seat: int, topology: Topology, placement: Placement, num_gpus: float
+) -> ActorHandle[Any]:
+    """The actor of a seat. Threads: events, requests, migration and signs of life must not wait for each other."""
+    remote = ray.remote(WorkerActor).options(name=name, num_cpus=1, num_gpus=num_gpus, max_concurrency=12)
+    return remote.remote(options, seat, topology, placement)
 
 
 def start_service(
-    *,
-    history: Path,
-    workers: Sequence[ActorHandle[Any]],
-    initial: Plan,
-    trace_dir: Path,
-    min_gain: float,
-    seed: int,
-    window_tokens: int,
+    *, history: Path, initial: Plan, trace_dir: Path, min_gain: float, seed: int, window_tokens: int, meeting: Meeting
 ) -> ActorHandle[Any]:
-    """The placement service, by the name under which `moetis rebalance` finds it."""
-    remote = ray.remote(PlacementServiceActor).options(name=SERVICE_NAME, num_cpus=0, max_concurrency=4)
-    return remote.remote(history, workers, initial, trace_dir, min_gain, seed, window_tokens)
+    """The placement service, by the name under which `moetis rebalance` finds it. It outlives its maker until it is
+    killed; one that an earlier maker left behind makes room."""
+    with contextlib.suppress(ValueError):
+        ray.kill(ray.get_actor(SERVICE_NAME))
+    remote = ray.remote(PlacementServiceActor).options(
+        name=SERVICE_NAME, lifetime="detached", max_restarts=-1, num_cpus=0, max_concurrency=8
+    )
+    return remote.remote(history, initial, trace_dir, min_gain, seed, window_tokens, meeting)
 
 
 def start_relay(*, max_requests: int, max_tokens: int) -> ActorHandle[Any]:

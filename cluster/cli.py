@@ -20,6 +20,7 @@ from cluster.cli_interchange import interchange_commands
 from cluster.cli_offline import JsonOption, offline_commands
 from cluster.cli_rebalance import ConfigOption, rebalance_commands
 from cluster.cli_report import report_commands
+from cluster.cli_scale import scale_commands
 from cluster.cli_top import top_commands
 from cluster.cli_topology import topology_commands
 from cluster.cli_whatif import whatif_commands
@@ -40,6 +41,7 @@ app = typer.Typer(
 app.add_typer(offline_commands)
 app.add_typer(cache_commands)
 app.add_typer(rebalance_commands)
+app.add_typer(scale_commands)
 app.add_typer(whatif_commands)
 app.add_typer(top_commands)
 app.add_typer(topology_commands, name="topology")

@@ -40,8 +40,21 @@ class WorkerConfig(_Strict):
     max_requests: int = Field(default=64, ge=1)
     threads: int = Field(default=1, ge=1)
     peer_timeout_s: float = Field(default=60.0, gt=0)
+    meeting_timeout_s: float = Field(default=20.0, gt=0)
     host: str = "127.0.0.1"
     interface: str = "lo"
+
+
+class FaultsConfig(_Strict):
+    """heartbeat_s: how often each rank is asked for a sign of life. dead_after_s: one that gives none for so long is
+    treated as dead, hung_after_s: and so is one that neither steps nor waits for the others. replace: a lost rank is
+    replaced 'later' (the others serve meanwhile), the others 'wait' for the new one, or 'never' get one.
+    """
+
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    dead_after_s: float = Field(default=10.0, gt=0)
+    hung_after_s: float = Field(default=30.0, gt=0)
+    replace: Literal["later", "wait", "never"] = "later"
 
 
 class RecorderConfig(_Strict):
@@ -57,9 +70,13 @@ class RebalanceConfig(_Strict):
     """min_gain: the share of other-node visits, on held-out requests, that a new plan must save to be enacted.
 
     window_tokens: a plan is made from about so many of the newest recorded tokens.
+    max_mb_per_s: what each rank sends at most while experts move; no limit if absent. checkpoint_gb_s: how fast a rank
+    reads the checkpoint, which is then preferred to a peer behind a slower link; 0: only for experts that no rank has.
     """
 
     min_gain: float = Field(default=0.02, ge=0, lt=1)
+    max_mb_per_s: float | None = Field(default=None, gt=0)
+    checkpoint_gb_s: float = Field(default=0.0, ge=0)
     seed: int = 0
     window_tokens: int = Field(default=200_000, ge=1)
 
@@ -102,6 +119,7 @@ class ClusterConfig(_Strict):
     recorder: RecorderConfig = Field(default_factory=RecorderConfig)
     rebalance: RebalanceConfig = Field(default_factory=RebalanceConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    faults: FaultsConfig = Field(default_factory=FaultsConfig)
 
     @property
     def trace_dir(self) -> Path:
@@ -118,6 +136,7 @@ class ClusterConfig(_Strict):
                 segment_tokens=recorder.segment_tokens,
                 max_bytes=int(recorder.max_mb * 1e6),
             ),
+            migration_bytes_per_s=None if self.rebalance.max_mb_per_s is None else self.rebalance.max_mb_per_s * 1e6,
             **workers.model_dump(exclude={"host", "interface"}),
         )
 

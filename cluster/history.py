@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,8 @@ from typing import Any
 from placement.errors import ConfigError
 from placement.planfile import Plan, plan_from_json, plan_to_json
 
-PLANNED, COPYING, PREPARED, COMMITTING, SERVING, DONE = (
+FORMING, PLANNED, COPYING, PREPARED, COMMITTING, SERVING, DONE = (
+    "forming",
     "planned",
     "copying",
     "prepared",
@@ -23,6 +24,7 @@ PLANNED, COPYING, PREPARED, COMMITTING, SERVING, DONE = (
 )
 ABORTED, LEFT = "aborted", "left"
 MEASURED = "measured"
+UNFINISHED = (FORMING, PLANNED, COPYING, PREPARED, COMMITTING, SERVING)
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS plans (
@@ -31,7 +33,18 @@ CREATE TABLE IF NOT EXISTS plans (
 CREATE TABLE IF NOT EXISTS events (
     id INTEGER PRIMARY KEY, epoch INTEGER NOT NULL REFERENCES plans(epoch), state TEXT NOT NULL, detail TEXT NOT NULL,
     at TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%fZ', 'now')));
+CREATE TABLE IF NOT EXISTS members (
+    epoch INTEGER NOT NULL, seat INTEGER NOT NULL, actor TEXT NOT NULL, PRIMARY KEY (epoch, seat));
+CREATE TABLE IF NOT EXISTS wanted (seat INTEGER PRIMARY KEY);
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Member:
+    """A seat of the configured topology, and the actor that has taken it."""
+
+    seat: int
+    actor: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +92,29 @@ class History:
         finally:
             connection.close()
 
-    def add(self, plan: Plan, state: str = PLANNED, detail: dict[str, Any] | None = None) -> None:
-        """Store a plan under its epoch, which must be new."""
+    def add(
+        self,
+        plan: Plan,
+        state: str = PLANNED,
+        detail: dict[str, Any] | None = None,
+        members: Sequence[Member] = (),
+    ) -> None:
+        """Store a plan under its epoch, which must be new, and who is to serve it."""
+        epoch = plan.placement.epoch
         with self._connection() as connection:
             connection.execute(
-                "INSERT INTO plans (epoch, state, plan) VALUES (?, ?, ?)",
-                (plan.placement.epoch, state, plan_to_json(plan)),
+                "INSERT INTO plans (epoch, state, plan) VALUES (?, ?, ?)", (epoch, state, plan_to_json(plan))
             )
-            _insert_event(connection, plan.placement.epoch, state, detail)
+            _insert_members(connection, epoch, members)
+            _insert_event(connection, epoch, state, detail)
+
+    def add_again(self, epoch: int, state: str, detail: dict[str, Any], members: Sequence[Member]) -> None:
+        """A stored plan is taken up by other members."""
+        with self._connection() as connection:
+            connection.execute("UPDATE plans SET state = ? WHERE epoch = ?", (state, epoch))
+            connection.execute("DELETE FROM members WHERE epoch = ?", (epoch,))
+            _insert_members(connection, epoch, members)
+            _insert_event(connection, epoch, state, detail)
 
     def advance(self, epoch: int, state: str, detail: dict[str, Any] | None = None) -> None:
         """Note that a plan has come to a state."""
@@ -151,13 +179,43 @@ class History:
             (text,) = connection.execute("SELECT plan FROM plans WHERE epoch = ?", (epoch,)).fetchone()
         return plan_from_json(text, source=f"{self._path}: epoch {epoch}")
 
-    def served(self) -> Plan | None:
-        """The newest plan that came to serve, if any."""
+    def served(self, fits: Callable[[Plan, tuple[int, ...]], bool] = lambda plan, seats: True) -> Plan | None:
+        """The newest plan that came to serve, if any; fits is told each with the seats that served it."""
         with self._connection() as connection:
-            row = connection.execute(
-                "SELECT epoch FROM plans WHERE state IN (?, ?) ORDER BY epoch DESC LIMIT 1", (SERVING, DONE)
-            ).fetchone()
-        return None if row is None else self.plan(int(row[0]))
+            rows = connection.execute(
+                "SELECT epoch FROM plans WHERE state IN (?, ?) ORDER BY epoch DESC", (SERVING, DONE)
+            ).fetchall()
+        for (epoch,) in rows:
+            plan = self.plan(int(epoch))
+            if fits(plan, tuple(member.seat for member in self.members(int(epoch)))):
+                return plan
+        return None
+
+    def members(self, epoch: int) -> tuple[Member, ...]:
+        """Who served an epoch, in the order of their ranks."""
+        with self._connection() as connection:
+            rows = connection.execute("SELECT seat, actor FROM members WHERE epoch = ? ORDER BY seat", (epoch,))
+            return tuple(Member(seat=seat, actor=actor) for seat, actor in rows)
+
+    def unfinished(self) -> list[tuple[int, str]]:
+        """(epoch, state) of the plans that were begun and came to no end, oldest first."""
+        marks = ", ".join("?" * len(UNFINISHED))
+        with self._connection() as connection:
+            rows = connection.execute(
+                f"SELECT epoch, state FROM plans WHERE state IN ({marks}) ORDER BY epoch", UNFINISHED
+            )
+            return [(int(epoch), str(state)) for epoch, state in rows]
+
+    def want(self, seats: Sequence[int]) -> None:
+        """Store which seats are to be taken."""
+        with self._connection() as connection:
+            connection.execute("DELETE FROM wanted")
+            connection.executemany("INSERT INTO wanted (seat) VALUES (?)", [(seat,) for seat in seats])
+
+    def wanted(self) -> tuple[int, ...]:
+        """The seats that are to be taken, empty where nobody has said."""
+        with self._connection() as connection:
+            return tuple(int(seat) for (seat,) in connection.execute("SELECT seat FROM wanted ORDER BY seat"))
 
     def events(self) -> list[HistoryEvent]:
         with self._connection() as connection:
@@ -166,6 +224,13 @@ class History:
             HistoryEvent(epoch=epoch, state=state, detail=json.loads(detail), at=at)
             for epoch, state, detail, at in rows
         ]
+
+
+def _insert_members(connection: sqlite3.Connection, epoch: int, members: Sequence[Member]) -> None:
+    connection.executemany(
+        "INSERT INTO members (epoch, seat, actor) VALUES (?, ?, ?)",
+        [(epoch, member.seat, member.actor) for member in members],
+    )
 
 
 def _insert_event(connection: sqlite3.Connection, epoch: int, state: str, detail: dict[str, Any] | None) -> None:

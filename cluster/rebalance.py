@@ -12,9 +12,9 @@ import ray
 from ray.actor import ActorHandle
 
 from cluster.actors import SERVICE_NAME
+from cluster.answers import answer
 from cluster.config import ClusterConfig
 from cluster.drifting import DriftCheck
-from cluster.fleet import answer
 from cluster.local_ray import joined_cluster, read_contact
 from cluster.service import RebalanceResult
 from placement.errors import ConfigError, MoetisError

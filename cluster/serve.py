@@ -6,7 +6,7 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -16,7 +16,7 @@ from cluster.config import ClusterConfig
 from cluster.fleet import Fleet, Generation
 from cluster.local_ray import Contact, joined_cluster, local_cluster, write_contact
 from cluster.rundir import held
-from cluster.terminal import LOG
+from cluster.terminal import LOG, Notes
 from cluster.text import load_tokenizer
 from placement.errors import MoetisError
 from placement.topology import load_topology
@@ -49,12 +49,12 @@ def run_serve(config: ClusterConfig, requests: int, answers: TextIO) -> None:
         held(config.run_dir),
         open_ray(config, topology.num_ranks) as contact,
         LOG.status("starting ...") as status,
-        Fleet(config, note=lambda text: status.update(f"{text} ..."), failed=inbox.put) as fleet,
+        nullcontext(Notes(status)) as notes,
+        Fleet(config, note=notes, failed=inbox.put) as fleet,
     ):
         path = write_contact(config.run_dir, contact)
         try:
-            status.stop()
-            LOG.print(f"{topology.num_ranks} ranks serve '{config.model}'; requests on stdin, a JSON object a line")
+            notes.up(f"{topology.num_ranks} ranks serve '{config.model}'; requests on stdin, a JSON object a line")
             Desk(fleet, tokenizer, inbox, answers).run(requests)
         finally:
             path.unlink(missing_ok=True)

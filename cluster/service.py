@@ -5,42 +5,40 @@ A plain class over two edges, the history and the ranks; `cluster/actors.py` mak
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from cluster import history as states
+from cluster.book import Book
 from cluster.drifting import DriftCheck, check_drift
 from cluster.effect import measure_effect
-from cluster.history import History
+from cluster.forming import Meeting, Ranks, form
+from cluster.gate import gate
+from cluster.history import History, Member
 from cluster.traffic import REFERENCE, Traffic
-from placement.errors import MigrationError, MoetisError, TraceError
+from placement.errors import ConfigError, MigrationError, MoetisError, TraceError
+from placement.graph import count_load
 from placement.migration import MigrationPlan, plan_migration
 from placement.plan import make_plan
 from placement.planfile import Plan
+from placement.seats import carry_over
 from placement.topology import Topology
 from placement.trace import RoutingTrace
-
-if TYPE_CHECKING:
-    from workers.worker import WorkerStatus
+from workers.worker import Holdings, WorkerStatus
 
 SWITCH_TIMEOUT_S = 60.0
 POLL_S = 0.01
 WINDOW_TOKENS = 200_000
 PAYS = "the plan pays on held-out requests"
 
-
-class Ranks(Protocol):
-    """How the service reaches the workers: one call on several ranks at once, the answers in the order of the calls.
-
-    Raises MigrationError when a rank fails or can't be reached.
-    """
-
-    def call(self, method: str, arguments: Iterable[tuple[int, tuple[Any, ...]]]) -> list[Any]:
-        """arguments: (rank, the method's arguments) for each rank to call."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,35 +60,141 @@ class RebalanceResult:
     switch_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formed:
+    """Who serves now, and what they serve: fetched experts came from peers, restored ones from the checkpoint."""
+
+    epoch: int
+    members: tuple[Member, ...]
+    fetched: int
+    restored: int
+
+
 class PlacementService:
-    """One cluster's planner and history. A second rebalance waits for the first."""
+    """One cluster's planner and history. Changes are made one after the other; plans are made beside them.
+
+    initial: the plan to start with, for all seats of its topology. connect: the road to some members. The members and
+    the epoch that serve are read from the history, so that a service that was killed comes back with them.
+    """
 
     def __init__(
         self,
         *,
         history: History,
-        ranks: Ranks,
+        connect: Callable[[Sequence[Member]], Ranks],
         initial: Plan,
         trace_dir: Path,
         min_gain: float,
         seed: int,
+        meeting: Meeting,
         window_tokens: int = WINDOW_TOKENS,
     ) -> None:
-        self._history = history
-        self._ranks = ranks
-        self._current = initial
+        self._book = Book(history, initial)
+        self._connect = connect
         self._traffic = Traffic(trace_dir, history.path.with_name(REFERENCE), window_tokens=window_tokens)
         self._min_gain = min_gain
         self._seed = seed
-        self._lock = threading.Lock()
-        if initial.placement.epoch >= history.next_epoch():
-            detail = {"reason": "initial placement", "mark": self._traffic.mark()}
-            history.add(initial, states.DONE, detail)
+        self._meeting = meeting
+        self._load = np.ones((initial.placement.num_layers, initial.placement.num_experts))
+        self._changing = threading.Lock()
+        self._planning = threading.Lock()
 
     @property
     def current(self) -> Plan:
         """The plan of the epoch that is served."""
-        return self._current
+        return self._book.current
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Who serves it, in the order of their ranks; none while they form."""
+        return self._book.members
+
+    @property
+    def history(self) -> History:
+        return self._book.history
+
+    # ------------------------------------------------------------------------------------------ who takes part
+
+    def form(self, members: Sequence[Member], reason: str, note: Callable[[str], None] = lambda text: None) -> Formed:
+        """Have these members, and nobody else, serve, under an epoch of their own.
+
+        Raises MigrationError where a member fails (the others have left, and can form again), PlacementError where they
+        can't hold every expert.
+        """
+        with self._changing:
+            note("forming")
+            members = tuple(sorted(members))
+            ranks = self._connect(members)
+            held: list[Holdings] = ranks.call("leave", [(rank, ()) for rank in range(len(members))])
+            plan = self._book.plan_for(members, held, self._load)
+            # Of a placement that is taken up again, the traffic since its own decision counts.
+            mark = self.history.last_mark() if plan is self._book.initial else None
+            self._book.form(plan, members, reason)
+            fetched, restored = form(ranks, plan, held, self._meeting)
+            self._ranks = ranks
+            self._book.now_serves(plan, members)
+            detail = {"reason": reason, "seats": self._book.seats, "fetched": fetched, "restored": restored}
+            detail["mark"] = self._traffic.mark() if mark is None else mark
+            self._book.tell(plan.placement.epoch, states.DONE, detail)
+            return Formed(epoch=plan.placement.epoch, members=members, fetched=fetched, restored=restored)
+
+    def plan_for(self, seats: Sequence[int]) -> Plan:
+        """What ranks on these seats will most likely serve: for one that is to join, to load its share."""
+        return self._book.known(lambda plan, its: its == tuple(seats)) or self._book.initial
+
+    def vacate(self, seats: Sequence[int], note: Callable[[str], None] = lambda text: None) -> None:
+        """Move every expert that only these seats hold to the others, live, so that they can leave. Raises
+        MigrationError where that was aborted, PlacementError where the others have no room."""
+        with self._changing:
+            mine = list(self._book.seats)
+            staying = [seat for seat in mine if seat not in seats]
+            before = self.current
+            held = [status.host_slab_bytes for status in self._on_all("status")]
+            most_rows = min(held) // self._on_all("expert_bytes")[0] // before.placement.num_layers
+            shrunk = carry_over(before.placement, mine, staying, self._load, most_rows=most_rows)
+            table = shrunk.physical_to_logical.reshape(shrunk.num_layers, len(staying), -1)
+            wide = np.full((shrunk.num_layers, len(mine), shrunk.rows_per_rank), -1, np.int32)
+            wide[:, [mine.index(seat) for seat in staying]] = table
+            placement = replace(
+                shrunk,
+                epoch=self._book.next_epoch(),
+                num_ranks=len(mine),
+                physical_to_logical=wide.reshape(shrunk.num_layers, -1),
+                tiers=np.zeros((0, 0), np.uint8),
+            )
+            plan = Plan(placement=placement, topology=before.topology, measured={})
+            self.history.add(plan, members=self.members)
+            result = self._enact(before, plan, 0.0, note)
+        if result.decision != "applied":
+            raise MigrationError(f"seats {list(seats)} could not be drained: {result.reason}")
+
+    # ---------------------------------------------------------------------------------------- after a kill
+
+    def resume(self) -> None:
+        """Take up what the history says was under way: who served, and a change that was begun is ended or withdrawn.
+
+        For a service that was killed and comes back. A rank that does not answer leaves that to the next forming.
+        """
+        with self._changing:
+            unfinished = self._book.read()
+            if not self.members:
+                return
+            self._ranks = self._connect(self.members)
+            for epoch, state in unfinished:
+                try:
+                    self._settle(epoch, state)
+                except MigrationError as error:
+                    logger.warning("epoch %d was under way and is left to the next forming: %s", epoch, error)
+
+    def _settle(self, epoch: int, state: str) -> None:
+        if self._roll_back(epoch):
+            self._book.now_serves(self.history.plan(epoch), self.members)
+            self._on_all("drop", epoch)
+            self._book.tell(epoch, states.DONE, {"reason": "ended after the service came back"})
+        else:
+            self._book.tell(epoch, states.ABORTED, {"reason": f"the service was killed when it was {state}"})
+
+    # ----------------------------------------------------------------------------------------- to a better place
 
     def statuses(self) -> list[WorkerStatus]:
         """What each rank says of itself. Raises MigrationError where one does not answer."""
@@ -102,7 +206,7 @@ class PlacementService:
 
     def preview(self, note: Callable[[str], None] = lambda text: None) -> RebalanceResult:
         """What a rebalance would do now. Nothing is stored, and nothing is changed."""
-        with self._lock:
+        with self._planning:
             note("planning, for show")
             start = time.perf_counter()
             plan = self.propose()
@@ -111,57 +215,72 @@ class PlacementService:
             migration = self._migration(plan)
         decision, why = ("would apply", PAYS) if reason is None else ("would leave", reason)
         return RebalanceResult(
-            decision=decision, reason=why, before=self._current, plan=plan, migration=migration, plan_s=plan_s
+            decision=decision, reason=why, before=self.current, plan=plan, migration=migration, plan_s=plan_s
         )
 
     def drift(self) -> DriftCheck:
         """How far the traffic since the last decision is from the traffic that it was made on."""
-        with self._lock:
+        with self._planning:
             self._on_all("flush_trace")
             self._note_effect()
-            return check_drift(self._traffic, self._history.last_mark(), self._seed)
+            return check_drift(self._traffic, self.history.last_mark(), self._seed)
 
     def _recorded(self) -> RoutingTrace:
         self._on_all("flush_trace")
-        return self._traffic.recent()
+        trace = self._as_ranks(self._traffic.recent())
+        self._load = count_load(trace)[0]
+        return trace
 
     def _plan(self, trace: RoutingTrace) -> Plan:
-        current = self._current.placement
+        current = self.current.placement
         plan = make_plan(trace, self._topology, rows_per_rank=current.rows_per_rank, current=current, seed=self._seed)
-        return Plan(
-            placement=plan.placement.with_epoch(self._history.next_epoch()),
-            topology=plan.topology,
-            measured=plan.measured,
-        )
+        return replace(plan, placement=plan.placement.with_epoch(self._book.next_epoch()))
 
-    def rebalance(self, note: Callable[[str], None] = lambda text: None) -> RebalanceResult:
-        """Plan, ask the gate, store, enact. note is told each step in a few words."""
-        with self._lock:
-            before = self._current
+    def _as_ranks(self, trace: RoutingTrace) -> RoutingTrace:
+        """Traces name seats; those that are not taken are unknown ranks."""
+        rank_of = np.full(self._book.initial.topology.num_ranks + 1, -1, np.int32)
+        for rank, member in enumerate(self.members):
+            rank_of[member.seat] = rank
+        return replace(trace, source_rank=rank_of[trace.source_rank])
+
+    def rebalance(self, note: Callable[[str], None] = lambda text: None, *, is_gated: bool = True) -> RebalanceResult:
+        """Plan, ask the gate (unless it is not to be asked), store, enact. note is told each step in a few words."""
+        with self._planning:
+            before = self.current
             note("planning")
             start = time.perf_counter()
             trace = self._recorded()
             self._note_effect()
             plan = self._plan(trace)
             plan_s = time.perf_counter() - start
-            reason = gate(plan.measured, self._min_gain)
             base = before.placement.epoch
-            if reason is not None:
-                mark = self._traffic.mark()
-                self._traffic.keep_reference(trace, self._seed)
-                self._history.add(plan, states.LEFT, {"reason": reason, "base": base, "mark": mark})
-                return RebalanceResult(
-                    decision="left", reason=reason, before=before, plan=plan, migration=None, plan_s=plan_s
-                )
-            self._history.add(plan, detail={"base": base})
-            result = self._enact(before, plan, plan_s, note)
+            with self._changing:
+                reason = gate(plan.measured, self._min_gain) if is_gated else None
+                if self.current is not before:
+                    reason = "ranks came or went while it was planned; ask again"
+                    plan = replace(plan, placement=plan.placement.with_epoch(self._book.next_epoch()))
+                if reason is not None:
+                    mark = self._traffic.mark()
+                    self._keep_reference(trace)
+                    self._book.leave(plan, {"reason": reason, "base": base, "mark": mark})
+                    return RebalanceResult(
+                        decision="left", reason=reason, before=before, plan=plan, migration=None, plan_s=plan_s
+                    )
+                self.history.add(plan, detail={"base": base}, members=self.members)
+                result = self._enact(before, plan, plan_s, note)
             if result.decision == "applied":
-                self._traffic.keep_reference(trace, self._seed)
+                self._keep_reference(trace)
             return result
+
+    def _keep_reference(self, trace: RoutingTrace) -> None:
+        try:
+            self._traffic.keep_reference(trace, self._seed)
+        except OSError as error:
+            logger.warning("what was decided on is not kept, so that drift is not seen: %s", error)
 
     @property
     def _topology(self) -> Topology:
-        return self._current.topology
+        return self.current.topology
 
     def _enact(self, before: Plan, plan: Plan, plan_s: float, note: Callable[[str], None]) -> RebalanceResult:
         migration = self._migration(plan)
@@ -171,17 +290,17 @@ class PlacementService:
             start = time.perf_counter()
             self._copy(migration, note)
             copy_s = time.perf_counter() - start
+            note("preparing")
             self._on_all("prepare", plan.placement)
-            self._history.advance(epoch, states.PREPARED)
-            self._history.advance(epoch, states.COMMITTING)
+            self.history.advance(epoch, states.PREPARED)
+            self.history.advance(epoch, states.COMMITTING)
             note("switching the epoch")
             start = time.perf_counter()
             self._on_all("commit", epoch)
             self._wait_for_epoch(epoch)
             switch_s = time.perf_counter() - start
         except MoetisError as error:
-            if not self._roll_back(epoch):
-                self._history.advance(epoch, states.ABORTED, {"reason": str(error)})
+            if not self._came_through(epoch, error):
                 return RebalanceResult(
                     decision="aborted",
                     reason=str(error),
@@ -191,14 +310,17 @@ class PlacementService:
                     plan_s=plan_s,
                     copy_s=copy_s,
                 )
-        self._current = plan
-        self._history.advance(epoch, states.SERVING)
+        self._book.now_serves(plan, self.members)
+        self._book.tell(epoch, states.SERVING)
         note("dropping old copies")
-        self._on_all("drop", epoch)
-        self._on_all("flush_trace")
         moved = {"moves": migration.num_moves, "rounds": len(migration.rounds), "bytes": migration.num_bytes}
         times = {"plan_s": plan_s, "copy_s": copy_s, "switch_s": switch_s}
-        self._history.advance(epoch, states.DONE, times | moved | {"mark": self._traffic.mark()})
+        try:
+            self._on_all("drop", epoch)
+            self._on_all("flush_trace")
+            self._book.tell(epoch, states.DONE, times | moved | {"mark": self._traffic.mark()})
+        except MigrationError as error:
+            logger.warning("epoch %d serves, but old copies stay for now: %s", epoch, error)
         return RebalanceResult(
             decision="applied",
             reason=PAYS,
@@ -212,23 +334,37 @@ class PlacementService:
 
     def _migration(self, plan: Plan) -> MigrationPlan:
         expert_bytes = self._on_all("expert_bytes")[0]
-        return plan_migration(self._current.placement, plan.placement, self._topology, expert_bytes)
+        return plan_migration(self.current.placement, plan.placement, self._topology, expert_bytes)
 
     def _note_effect(self) -> None:
         """Store what the plan that serves has done since its switch; nothing where nothing was served since."""
-        epoch = self._current.placement.epoch
-        base = self._history.base_of(epoch)
+        epoch = self.current.placement.epoch
         try:
-            trace = self._traffic.recent(self._history.mark_of(epoch))
+            base = self.history.base_of(epoch)
+            trace = self._as_ranks(self._traffic.recent(self.history.mark_of(epoch)))
+            before = None if base is None else self.history.plan(base).placement
+            self.history.measured(epoch, measure_effect(self.current, before, trace))
         except TraceError:
             return
-        before = None if base is None else self._history.plan(base).placement
-        self._history.measured(epoch, measure_effect(self._current, before, trace))
+        except ConfigError as error:
+            logger.warning("the effect of epoch %d is not noted: %s", epoch, error)
+
+    def _came_through(self, epoch: int, error: MoetisError) -> bool:
+        """Something failed: withdraw the plan on every rank. True if it is too late, and every rank serves it."""
+        try:
+            if self._roll_back(epoch):
+                return True
+        except MigrationError as lost:
+            # The ranks that are left will form anew, from whatever they serve; that settles this epoch too.
+            logger.warning("epoch %d could not be withdrawn: %s", epoch, lost)
+            return False
+        self._book.tell(epoch, states.ABORTED, {"reason": str(error)})
+        return False
 
     def _copy(self, migration: MigrationPlan, note: Callable[[str], None]) -> None:
         for number, moves in enumerate(migration.rounds):
             note(f"copying round {number + 1} of {len(migration.rounds)}")
-            self._history.advance(migration.target_epoch, states.COPYING, {"round": number})
+            self.history.advance(migration.target_epoch, states.COPYING, {"round": number})
             busy = sorted({rank for move in moves for rank in (move.source.rank, move.target.rank)})
             self._ranks.call("copy_round", [(rank, (migration.target_epoch, moves)) for rank in busy])
 
@@ -243,29 +379,11 @@ class PlacementService:
             time.sleep(POLL_S)
 
     def _roll_back(self, epoch: int) -> bool:
-        """Withdraw the plan on every rank. True if it is too late: every rank already serves it."""
+        """Withdraw an epoch on every rank. True if it is too late: every rank already serves it."""
         served: Sequence[int] = self._on_all("abort", epoch)
         return all(other == epoch for other in served)
 
     def _on_all(self, method: str, *arguments: Any) -> list[Any]:
-        return self._ranks.call(method, [(rank, arguments) for rank in range(self._topology.num_ranks)])
-
-
-def gate(measured: dict[str, Any], min_gain: float) -> str | None:
-    """Why a plan is not worth enacting, from its held-out figures, or None if it is.
-
-    It must save min_gain of the other-node visits, and the 95% interval over requests must leave no doubt of a gain.
-    """
-    visits = measured["trust"]["after_over_before"]
-    gain = 1 - visits["ratio"]
-    if gain < min_gain:
-        return (
-            f"it would save {gain:.1%} of other-node visits on held-out requests; at least {min_gain:.1%} is asked for"
-        )
-    if not visits["holds"]:
-        low, high = 1 - visits["high"], 1 - visits["low"]
-        return (
-            f"it would save {gain:.1%} of other-node visits, but {visits['num_requests']} held-out requests leave room "
-            f"for no gain at all (95% interval {low:.1%} to {high:.1%}); record more traffic"
-        )
-    return None
+        if not self.members:
+            raise MigrationError("the ranks are forming; try again in a moment")
+        return self._ranks.call(method, [(rank, arguments) for rank in range(len(self.members))])

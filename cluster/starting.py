@@ -32,8 +32,11 @@ def starting_plan(config: ClusterConfig, topology: Topology, history: History) -
         placement = load_plan(config.initial_plan).placement
         _check_fits(placement, config, topology, shape)
     else:
-        served = history.served()
-        if served is not None and _continues(served, config, topology, shape):
+        everyone = tuple(range(topology.num_ranks))
+        served = history.served(
+            lambda plan, seats: seats in ((), everyone) and _continues(plan, config, topology, shape)
+        )
+        if served is not None:
             return served
         if config.initial_trace is not None:
             planned = _planned(config, topology, shape)

@@ -7,10 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.status import Status
 
 from placement.errors import ConfigError
 
@@ -40,6 +42,26 @@ def show_result(as_json: bool, figures: dict[str, Any], show: Callable[[], None]
         sys.stdout.write(json.dumps(figures) + "\n")
     else:
         show()
+
+
+class Notes:
+    """What a cluster says of itself: beside the spinner while it comes up; then a line each, with the time."""
+
+    def __init__(self, status: Status) -> None:
+        self._status = status
+        self._is_up = False
+
+    def __call__(self, text: str) -> None:
+        if self._is_up:
+            LOG.print(f"{datetime.now():%H:%M:%S} {text}", markup=False, soft_wrap=True)
+        else:
+            self._status.update(f"{text} ...")
+
+    def up(self, text: str) -> None:
+        """The cluster is up, which text says."""
+        self._is_up = True
+        self._status.stop()
+        LOG.print(text)
 
 
 @contextmanager

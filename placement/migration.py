@@ -101,7 +101,7 @@ def plan_migration(
         base_epoch=base.epoch,
         target_epoch=target.epoch,
         expert_bytes=expert_bytes,
-        rounds=_into_rounds(moves, max(1, max_pair_bytes // max(1, expert_bytes))),
+        rounds=into_rounds(moves, max(1, max_pair_bytes // max(1, expert_bytes))),
         drops=tuple(
             tuple(ExpertId(int(layer), int(expert)) for layer, expert in np.argwhere(dropped[:, rank]))
             for rank in range(base.num_ranks)
@@ -129,6 +129,12 @@ def _slot_table(placement: Placement) -> NDArray[np.intp]:
     return rows
 
 
+def shared_levels(topology: Topology) -> NDArray[np.intp]:
+    """[R, R]: how many levels of the tree two ranks have in common; links[that] is the slowest link between them."""
+    near: NDArray[np.intp] = (topology.groups[:, :, None] == topology.groups[:, None, :]).sum(axis=0)
+    return near
+
+
 def _choose_sources(
     held: NDArray[np.bool_], missing: NDArray[np.bool_], base: Placement, target: Placement, topology: Topology
 ) -> list[Move]:
@@ -137,12 +143,12 @@ def _choose_sources(
     arrivals = np.argwhere(missing)
     num_holders = held.sum(axis=1)
     order = np.argsort(num_holders[arrivals[:, 0], arrivals[:, 2]], kind="stable")
-    shared_levels = (topology.groups[:, :, None] == topology.groups[:, None, :]).sum(axis=0)
+    near = shared_levels(topology)
     busy = missing.sum(axis=(0, 2))
     moves = []
     for layer, rank, expert in arrivals[order].tolist():
         holders = np.flatnonzero(held[layer, :, expert])
-        source = min(holders.tolist(), key=lambda holder: (-shared_levels[rank, holder], busy[holder], holder))
+        source = min(holders.tolist(), key=lambda holder: (-near[rank, holder], busy[holder], holder))
         busy[source] += 1
         moves.append(
             Move(
@@ -154,7 +160,7 @@ def _choose_sources(
     return moves
 
 
-def _into_rounds(moves: list[Move], max_moves_each_way: int) -> tuple[Round, ...]:
+def into_rounds(moves: list[Move], max_moves_each_way: int) -> tuple[Round, ...]:
     """Match ranks into pairs, round by round, the pairs whose ranks have the most rounds still before them first."""
     ways: dict[tuple[int, int], deque[Move]] = {}
     for move in sorted(moves, key=lambda move: (move.expert, move.target)):

@@ -7,6 +7,7 @@ T tokens, L MoE layers, K top-k. On disk a trace is a folder of safetensors segm
 from __future__ import annotations
 
 import json
+import logging
 import zipfile
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from safetensors.numpy import save
 from placement.errors import TraceError
 from placement.files import write_whole
 from placement.layers import ModelLayers, layers_from_dict
+
+logger = logging.getLogger(__name__)
 
 SEGMENT_FORMAT = "moetis-trace/1"
 UNKNOWN_RANK = -1
@@ -192,7 +195,10 @@ def _build(tensors: dict[str, Any], header: dict[str, Any], *, source: str) -> R
 
 
 def load_trace(text: str | Path) -> RoutingTrace:
-    """Read a trace: a folder of segments, one segment, or an `.npz`. Raises TraceError that names the file."""
+    """Read a trace: a folder of segments, one segment, or an `.npz`. Raises TraceError that names the file.
+
+    Of a folder, segments that are broken are skipped with a warning.
+    """
     path = Path(text)
     if not path.exists():
         raise TraceError(f"trace '{path}': no such file or folder")
@@ -200,8 +206,27 @@ def load_trace(text: str | Path) -> RoutingTrace:
         segments = sorted(path.rglob("*.safetensors"))
         if not segments:
             raise TraceError(f"trace '{path}': the folder has no *.safetensors segment")
-        return concatenate([read_segment(segment) for segment in segments], source=str(path))
+        return concatenate(_readable(segments), source=str(path))
     return _load_npz(path) if path.suffix == ".npz" else read_segment(path)
+
+
+def _readable(segments: list[Path]) -> list[RoutingTrace]:
+    """What can be read; a broken segment is skipped with a warning, since the others say enough.
+
+    Raises TraceError where none can be read.
+    """
+    traces: list[RoutingTrace] = []
+    problem: TraceError | None = None
+    for segment in segments:
+        try:
+            traces.append(read_segment(segment))
+        except TraceError as error:
+            problem = error
+            logger.warning("a broken trace segment is skipped: %s", error)
+    if not traces:
+        assert problem is not None
+        raise problem
+    return traces
 
 
 def _load_npz(path: Path) -> RoutingTrace:

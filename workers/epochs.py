@@ -27,7 +27,15 @@ class EpochKeeper:
         self._prepared: Placement | None = None
         self._ready: Placement | None = None
         self._voted: Placement | None = None
+        self._closed = False
         self._changed = threading.Condition()
+
+    def close(self) -> None:
+        """The ranks part: no vote is counted any more, and whoever waits for one is told so."""
+        with self._changed:
+            self._closed = True
+            self._ready = self._prepared = None
+            self._changed.notify_all()
 
     def check_ahead(self, epoch: int) -> None:
         """Raises StaleEpochError unless the epoch lies ahead of the one served."""
@@ -61,7 +69,8 @@ class EpochKeeper:
         """
         with self._changed:
             self._ready = self._prepared = None
-            if not self._changed.wait_for(lambda: self._voted is None, timeout=self._timeout_s):
+            counted = self._changed.wait_for(lambda: self._voted is None or self._closed, timeout=self._timeout_s)
+            if not counted or self._closed:
                 raise MigrationError(f"rank {self._table.rank} waits for the other ranks and can't abort epoch {epoch}")
             if self._table.epoch < epoch:
                 self._release_unused()

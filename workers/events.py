@@ -36,6 +36,7 @@ class EventRouter(OutputRouter):
         self._engine_names: dict[str, str] = {}
         self._sent: dict[str, int] = {}
         self._events: deque[TokenEvent] = deque()
+        self._interrupted = False
         self._changed = threading.Condition()
 
     def open(self, request: str) -> str | None:
@@ -58,6 +59,18 @@ class EventRouter(OutputRouter):
                 self._changed.notify_all()
             return name
 
+    def forget(self, request: str) -> None:
+        """The engine did not take a request: nothing is said of it."""
+        with self._changed:
+            name = self._engine_names.pop(request, None)
+            if name is not None:
+                del self._sent[name]
+
+    def interrupt(self) -> None:
+        """The engine breaks off: from now on a request that fails has only come to a halt, and its event has no end."""
+        with self._changed:
+            self._interrupted = True
+
     def deliver(self, output: GenerationOutput) -> None:
         self.deliver_batch([output])
 
@@ -71,7 +84,7 @@ class EventRouter(OutputRouter):
     def _event_of(self, output: GenerationOutput) -> TokenEvent:
         name, request = output.request_id, request_of(output.request_id)
         new = tuple(output.generated_tokens[self._sent[name] :])
-        if not output.is_finished():
+        if not output.is_finished() or (output.error and self._interrupted):
             self._sent[name] += len(new)
             return TokenEvent(request=request, tokens=new)
         del self._sent[name], self._engine_names[request]

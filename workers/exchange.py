@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from placement.errors import ExchangeError, StaleEpochError
+from workers.peers import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Exchange:
     token's experts are spread over ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, num_ranks: int, partial_dtype: torch.dtype) -> None:
+    def __init__(self, group: Group, *, num_ranks: int, partial_dtype: torch.dtype) -> None:
         self._group = group
         self._num_ranks = num_ranks
         self._partial_dtype = partial_dtype
@@ -93,9 +93,9 @@ class Exchange:
         self, incoming: torch.Tensor, outgoing: torch.Tensor, received: list[int] | None, sent: list[int] | None
     ) -> None:
         try:
-            dist.all_to_all_single(incoming, outgoing, received, sent, group=self._group)
-        except RuntimeError as error:
-            raise ExchangeError(f"the exchange with the other ranks failed: {str(error).splitlines()[0]}") from error
+            self._group.all_to_all(incoming, outgoing, received, sent)
+        except ExchangeError as error:
+            raise ExchangeError(f"the exchange with the other ranks failed: {error}") from error
 
 
 def _pack(hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

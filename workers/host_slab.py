@@ -30,6 +30,11 @@ class HostSlab:
         return self._blobs.numel()
 
     @property
+    def capacity(self) -> int:
+        """How many experts fit."""
+        return len(self._blobs)
+
+    @property
     def num_free(self) -> int:
         with self._lock:
             return len(self._free)

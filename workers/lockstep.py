@@ -8,21 +8,24 @@ without work joins each layer's exchange with zero tokens. This overrides a priv
 
 from __future__ import annotations
 
+import sys
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.continuous_api import (
     BackgroundThreadStatus,
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
-    OutputRouter,
 )
 from transformers.generation.continuous_batching.utils import stream_context
 
-from placement.errors import ExchangeError
+from placement.errors import ExchangeError, StaleEpochError
+from workers.events import EventRouter
+from workers.peers import Group
 from workers.sampling import RowSampler
 
 IDLE_WAIT_S = 0.005
@@ -39,6 +42,9 @@ class Agreement:
 
 class StepHooks(Protocol):
     """What a rank does around the steps. All run on the serving thread."""
+
+    def serving_epoch(self) -> int:
+        """The epoch that this rank serves."""
 
     def ready_epoch(self) -> int:
         """The newest epoch that this rank could serve from the next step on."""
@@ -65,12 +71,12 @@ class LockstepManager(ContinuousBatchingManager):
         generation_config: GenerationConfig,
         config: ContinuousBatchingConfig,
         *,
-        control: dist.ProcessGroup,
+        control: Group,
         hooks: StepHooks,
-        router: OutputRouter,
+        router: EventRouter,
     ) -> None:
         super().__init__(model, generation_config, config)
-        self.output_router = router
+        self.output_router = self._router = router
         self.logit_processor = RowSampler(model._get_logits_processor(generation_config))
         self._control = control
         self._hooks = hooks
@@ -116,10 +122,27 @@ class LockstepManager(ContinuousBatchingManager):
         batch_processor.update_batch()
 
     def _agree(self, has_work: bool, wants_stop: bool) -> Agreement:
-        votes = torch.tensor([int(has_work), -int(wants_stop), -self._hooks.ready_epoch()], dtype=torch.int64)
+        serving = self._hooks.serving_epoch()
+        votes = torch.tensor(
+            [int(has_work), -int(wants_stop), -self._hooks.ready_epoch(), serving, -serving], dtype=torch.int64
+        )
         try:
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._control)
-        except RuntimeError as error:
-            raise ExchangeError(f"the ranks could not agree on a step: {str(error).splitlines()[0]}") from error
-        any_work, some_go_on, oldest = votes.tolist()
-        return Agreement(any_work=bool(any_work), all_stop=some_go_on == -1, epoch=-oldest)
+            self._control.all_reduce_max(votes)
+        except ExchangeError as error:
+            raise ExchangeError(f"the ranks could not agree on a step: {error}") from error
+        any_work, some_go_on, oldest_ready, newest, oldest = votes.tolist()
+        if newest != -oldest:
+            raise StaleEpochError(f"this rank serves epoch {serving}, but the ranks serve {-oldest} to {newest}")
+        return Agreement(any_work=bool(any_work), all_stop=some_go_on == -1, epoch=-oldest_ready)
+
+    def where(self) -> str:
+        """The innermost calls of the serving thread, for people who look for what it hangs in."""
+        thread = self._generation_thread
+        frame = None if thread is None else sys._current_frames().get(thread.ident)
+        calls = traceback.extract_stack(frame)[-4:] if frame is not None else []
+        return " > ".join(f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in calls)
+
+    def _handle_critical_error(self, error: Exception, batch_processor: ContinuousBatchProcessor | None) -> None:
+        # The requests are not at fault: what they have so far is handed out, and they go on with another engine.
+        self._router.interrupt()
+        super()._handle_critical_error(error, batch_processor)

@@ -16,7 +16,9 @@ class WorkerOptions:
     cache_share: the share of a rank's rows per layer that its GPU slots hold (rounded up, one at least).
     host_slab_rows: rows of the host slab as a multiple of what the placement needs; a migration's copies take the rest.
     kv_page_size, kv_pages, max_batch_tokens, max_requests: the paged KV cache and the largest batch.
-    peer_timeout_s: after this long without an answer a peer counts as lost.
+    peer_timeout_s: after this long without an answer a peer counts as lost. meeting_timeout_s: how long to wait for the
+    others when groups are formed, and for a step of one's own to end when they are left.
+    migration_bytes_per_s: what a rank sends at most when experts move; None is no limit.
     """
 
     model: Path
@@ -31,3 +33,5 @@ class WorkerOptions:
     max_requests: int = 64
     threads: int = 1
     peer_timeout_s: float = 60.0
+    meeting_timeout_s: float = 20.0
+    migration_bytes_per_s: float | None = None

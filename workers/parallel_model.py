@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from placement.core import Placement
@@ -14,6 +13,7 @@ from workers.exchange import Exchange
 from workers.expert_layer import ExpertLayer
 from workers.expert_source import ExpertSource, ModuleExperts
 from workers.loading import check_fits, fill_slab, shape_of
+from workers.peers import Group
 from workers.recorder import Recorder
 from workers.routing import RoutingTable
 from workers.seam import experts_modules, take_over
@@ -58,7 +58,7 @@ class ParallelModel:
         self.table = RoutingTable(placement=placement, topology=topology, rank=rank, top_k=self.shape.top_k)
         self._layers: list[ExpertLayer] = []
 
-    def attach(self, group: dist.ProcessGroup, recorder: Recorder, clock: StepClock) -> None:
+    def attach(self, group: Group, recorder: Recorder, clock: StepClock) -> None:
         """Put expert layers that meet over group in the place of the model's own, and the model on its device."""
         partial_dtype = torch.float64 if self._device.type == "cpu" else torch.float32
         exchange = Exchange(group, num_ranks=len(self.table.node_of_rank), partial_dtype=partial_dtype)

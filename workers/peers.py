@@ -1,39 +1,154 @@
-"""Process groups: how the ranks of one cluster find and reach each other.
+"""Process groups: how the ranks of one cluster find and reach each other, and how a rank breaks off.
 
 Three groups, so that no traffic waits for another kind: `data` (the exchange of every layer; NCCL when the rank has a
 GPU), `control` (the agreement before each step; gloo) and `bulk` (weights that migrate beside the traffic; gloo).
+A group is founded under an epoch. When a rank is lost the others leave at once, and meet again in new groups, at
+another store, under a later epoch: nothing that a lost rank still says can reach them.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from placement.errors import ExchangeError
 
 LOOPBACK = "127.0.0.1"
+# How long a rank waits before it looks whether it is to leave. Nothing is lost by waiting again.
+_LOOK_UP = timedelta(seconds=0.2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks meet: rank 0's store, and the interface that gloo binds to."""
+    """Where the ranks meet: rank 0's store, the interface that gloo binds to, and the epoch that is founded there."""
 
     host: str
     port: int
     interface: str
+    epoch: int = 0
+
+
+class Group:
+    """One process group of this rank. Its calls wait for the peers, and fail with ExchangeError once one is lost, one
+    has left, or this rank itself leaves from another thread."""
+
+    def __init__(self, backend: Any, *, timeout_s: float) -> None:
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._left = threading.Event()
+        self._unfinished: list[Any] = []
+        self._passing: Any = None
+        self.waiting = False
+        self.moved_at = time.monotonic()
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """In place: the largest of all ranks' values."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._finish(lambda: self._backend.allreduce([tensor], options))
+
+    def all_to_all(
+        self, incoming: torch.Tensor, outgoing: torch.Tensor, received: list[int] | None, sent: list[int] | None
+    ) -> None:
+        """Rows of outgoing to each rank, sent[rank] of them (equal shares where None)."""
+        self._finish(
+            lambda: self._backend.alltoall_base(incoming, outgoing, received or [], sent or [], dist.AllToAllOptions())
+        )
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """One call of send or receive at a time."""
+        self._pass(lambda: self._backend.send([tensor], rank, 0))
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        self._pass(lambda: self._backend.recv([tensor], rank, 0))
+
+    def leave(self) -> None:
+        """Break off what waits here; every later call fails."""
+        self._left.set()
+        passing = self._passing
+        if passing is not None:
+            passing.abort()
+        if hasattr(self._backend, "abort"):
+            self._backend.abort()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is under way any more. Until then the group must be kept: to take it down would block."""
+        return all(work.is_completed() for work in self._unfinished)
+
+    def _finish(self, start: Any) -> None:
+        if self._left.is_set():
+            raise ExchangeError("this rank has left the group")
+        self.moved_at, self.waiting = time.monotonic(), True
+        deadline = self.moved_at + self._timeout_s
+        try:
+            work = start()
+            while not self._waited(work):
+                if self._left.is_set() or time.monotonic() > deadline:
+                    self._unfinished.append(work)
+                    reason = "this rank has left the group" if self._left.is_set() else "the peers do not answer"
+                    raise ExchangeError(reason)
+        except RuntimeError as error:
+            raise ExchangeError(str(error).splitlines()[0]) from error
+        finally:
+            self.moved_at, self.waiting = time.monotonic(), False
+
+    def _pass(self, start: Any) -> None:
+        """A transfer between two ranks. Gloo closes a pair when a wait for it times out, so this waits only once."""
+        if self._left.is_set():
+            raise ExchangeError("this rank has left the group")
+        try:
+            self._passing = work = start()
+            if self._left.is_set() or not work.wait(timedelta(seconds=self._timeout_s)):
+                raise ExchangeError("this rank has left the group")
+        except RuntimeError as error:
+            raise ExchangeError(str(error).splitlines()[0]) from error
+        finally:
+            self._passing = None
+
+    @staticmethod
+    def _waited(work: Any) -> bool:
+        try:
+            work.wait(_LOOK_UP)
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
+    """The groups of one rank, founded under epoch."""
+
     rank: int
     num_ranks: int
-    data: dist.ProcessGroup
-    control: dist.ProcessGroup
-    bulk: dist.ProcessGroup
+    epoch: int
+    data: Group
+    control: Group
+    bulk: Group
+
+    @property
+    def groups(self) -> tuple[Group, Group, Group]:
+        return self.data, self.control, self.bulk
+
+    def leave(self) -> None:
+        """Leave all groups. Calls of this rank and of its peers that are under way fail."""
+        for group in self.groups:
+            group.leave()
+
+    @property
+    def is_settled(self) -> bool:
+        return all(group.is_settled for group in self.groups)
 
 
 def open_store(*, host: str, num_ranks: int, timeout_s: float) -> TCPStore:
@@ -58,26 +173,49 @@ def join(
     num_ranks: int,
     device: torch.device,
     timeout_s: float,
+    meeting_timeout_s: float | None = None,
     store: TCPStore | None = None,
 ) -> Peers:
-    """Meet the other ranks and form the three groups. Every rank must call this; store is rank 0's own."""
-    os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.interface
+    """Meet the other ranks and form the three groups. Every rank must call this; store is rank 0's own.
+
+    meeting_timeout_s: how long to wait for the others to come, timeout_s unless given. Raises ExchangeError.
+    """
     os.environ["NCCL_SOCKET_IFNAME"] = rendezvous.interface
-    timeout = timedelta(seconds=timeout_s)
-    if store is None:
-        store = TCPStore(rendezvous.host, rendezvous.port, num_ranks, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    return Peers(
-        rank=rank,
-        num_ranks=num_ranks,
-        data=dist.new_group(backend=backend, timeout=timeout),
-        control=dist.new_group(backend="gloo", timeout=timeout),
-        bulk=dist.new_group(backend="gloo", timeout=timeout),
-    )
+    patience = timedelta(seconds=timeout_s if meeting_timeout_s is None else meeting_timeout_s)
+    try:
+        if store is None:
+            store = TCPStore(
+                rendezvous.host, rendezvous.port, num_ranks, is_master=False, timeout=patience, wait_for_workers=False
+            )
+        store.set_timeout(patience)
+        backends = {
+            name: _backend(name, store, rendezvous, rank, num_ranks, patience, device)
+            for name in ("control", "bulk", "data")
+        }
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"rank {rank} could not meet the other ranks of epoch {rendezvous.epoch} at {rendezvous.host}:"
+            f"{rendezvous.port}: {str(error).splitlines()[0]}"
+        ) from error
+    groups = {name: Group(backend, timeout_s=timeout_s) for name, backend in backends.items()}
+    return Peers(rank=rank, num_ranks=num_ranks, epoch=rendezvous.epoch, **groups)
 
 
-def leave() -> None:
-    """Take the groups down. The other ranks' calls in flight fail."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _backend(
+    name: str,
+    store: TCPStore,
+    rendezvous: Rendezvous,
+    rank: int,
+    num_ranks: int,
+    timeout: timedelta,
+    device: torch.device,
+) -> Any:
+    own = PrefixStore(f"{rendezvous.epoch}/{name}", store)
+    if name == "data" and device.type == "cuda":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(own, rank, num_ranks, nccl)
+    gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = timeout
+    gloo._devices = [ProcessGroupGloo.create_device(interface=rendezvous.interface)]
+    return ProcessGroupGloo(own, rank, num_ranks, gloo)

@@ -18,9 +18,13 @@ class RoutingTable:
     """
 
     def __init__(self, *, placement: Placement, topology: Topology, rank: int, top_k: int) -> None:
-        self.rank = rank
         self.top_k = top_k
         self.num_experts = placement.num_experts
+        self.take_seat(rank, topology, placement)
+
+    def take_seat(self, rank: int, topology: Topology, placement: Placement) -> None:
+        """Be `rank` of a topology from now on, and serve a placement for it."""
+        self.rank = rank
         self.node_of_rank: NDArray[np.int32] = np.ascontiguousarray(topology.node_of_rank())
         self.layers_done = 0
         self.traffic = TrafficCounters()

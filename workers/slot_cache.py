@@ -93,6 +93,11 @@ class SlotCache:
         if slot is not None:
             self._free[expert.layer].append(slot)
 
+    def let_go(self) -> None:
+        """No step is under way: hold nothing."""
+        for held in self._held:
+            held.clear()
+
     def _hold(self, layer: int, experts: list[int]) -> Iterator[Wave]:
         self._held[layer].update(experts)
         try:

@@ -1,38 +1,45 @@
 """ExpertWorker: one rank. It owns a model, its experts, an engine in step with the others, and a recorder.
 
-Life: made, joined to its peers; then requests come and events go, and epochs change at step boundaries; stopped.
+Life: made; takes a seat among its peers, gets what experts it lacks, serves: requests come and events go, and epochs
+change at step boundaries. When a peer is lost it leaves, takes a seat under a later epoch, and serves on; stopped.
 It is a plain class: `cluster/actors.py` wraps it for Ray, and tests run it in bare processes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from placement.core import Placement
-from placement.errors import ExchangeError, RequestError
+from placement.core import ExpertId, Placement
+from placement.errors import ExchangeError, MigrationError, RequestError, StaleEpochError
 from placement.migration import Move
 from placement.topology import Topology
 from placement.trace import DECODE, PREFILL
 from workers import peers
+from workers.checkpoint import restore_experts
+from workers.engine import start_engine
 from workers.epochs import EpochKeeper
-from workers.events import CANCELLED, FAILED, EventRouter, TokenEvent, request_of
+from workers.events import CANCELLED, EventRouter, TokenEvent, request_of
+from workers.expert_source import ModuleExperts
 from workers.loading import ModelShape, device_of, load_share
 from workers.lockstep import LockstepManager
 from workers.mover import Mover
 from workers.numa import bind_near
 from workers.options import WorkerOptions
 from workers.parallel_model import ParallelModel
-from workers.peers import Rendezvous
+from workers.peers import Peers, Rendezvous
 from workers.recorder import Recorder, StepTokens
 from workers.requests import GenerationRequest, check_request, request_number
 from workers.step_clock import StepClock, StepSeconds
+
+WORTH_A_LOOK_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +59,47 @@ class WorkerStatus:
     traffic: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What a rank that has left its peers brings along: the epoch that it served, its experts, and room for them."""
+
+    epoch: int
+    experts: frozenset[ExpertId]
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """A sign of life. serving: its engine runs. waiting: it waits for its peers; still_s: seconds since it last did
+    anything with them. One that neither waits nor moves hangs. write_errors: of trace segments, so far.
+    at: where in the program its step is, once it has been still for a while."""
+
+    epoch: int
+    serving: bool
+    waiting: bool
+    still_s: float
+    error: str | None
+    write_errors: int
+    at: str = ""
+
+
 class ExpertWorker:
-    """One expert-parallel rank of a served model."""
+    """One expert-parallel rank of a served model.
+
+    rank: its number in the configured topology, which names its trace; among the ranks that serve it may get another.
+    """
 
     def __init__(self, options: WorkerOptions, *, rank: int, topology: Topology, placement: Placement) -> None:
         torch.set_num_threads(options.threads)
-        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
         self._options = options
         self._rank = rank
-        self._num_ranks = topology.num_ranks
+        self._topology = topology
         self._device = device_of(options.device)
         bind_near(self._device)
         model, experts = load_share(options, self._device)
+        # The model's own modules let go of their experts once they are served from the slab.
+        self._source = None if isinstance(experts, ModuleExperts) else experts
         self._parallel = ParallelModel(
             model,
             experts=experts,
@@ -74,12 +110,7 @@ class ExpertWorker:
             cache_share=options.cache_share,
             host_slab_rows=options.host_slab_rows,
         )
-        self._epochs = EpochKeeper(
-            table=self._parallel.table,
-            slab=self._parallel.slab,
-            cache=self._parallel.cache,
-            timeout_s=options.peer_timeout_s,
-        )
+        self._epochs = self._epoch_keeper()
         shape = self._parallel.shape
         self._recorder = Recorder(
             options.recorder,
@@ -92,71 +123,161 @@ class ExpertWorker:
         self._clock = StepClock()
         self._router = EventRouter()
         self._store: Any = None
-        self._steps = 0
+        self._peers: Peers | None = None
+        self._parted: list[Peers] = []
+        self._engine: LockstepManager | None = None
+        self._newest = -1
+        self._steps = self._step = 0
+        self._membership = threading.RLock()
 
     @property
     def expert_bytes(self) -> int:
         """The size of one expert's blob."""
         return self._parallel.layout.num_bytes
 
+    @property
+    def shape(self) -> ModelShape:
+        return self._parallel.shape
+
+    def _epoch_keeper(self) -> EpochKeeper:
+        return EpochKeeper(
+            table=self._parallel.table,
+            slab=self._parallel.slab,
+            cache=self._parallel.cache,
+            timeout_s=self._options.peer_timeout_s,
+        )
+
     # ------------------------------------------------------------------------------------------- coming, leaving
 
-    def open_rendezvous(self, *, host: str, interface: str) -> Rendezvous:
-        """Rank 0 opens the store where all ranks meet."""
-        self._store = peers.open_store(host=host, num_ranks=self._num_ranks, timeout_s=self._options.peer_timeout_s)
-        return Rendezvous(host=host, port=self._store.port, interface=interface)
+    def open_rendezvous(self, *, host: str, interface: str, epoch: int = 0, num_ranks: int | None = None) -> Rendezvous:
+        """The first of the ranks that are to meet opens the store for it."""
+        expected = self._topology.num_ranks if num_ranks is None else num_ranks
+        self._store = peers.open_store(host=host, num_ranks=expected, timeout_s=self._options.peer_timeout_s)
+        return Rendezvous(host=host, port=self._store.port, interface=interface, epoch=epoch)
 
     def join(self, rendezvous: Rendezvous) -> ModelShape:
-        """Meet the other ranks and serve in step with them. Every rank must call this at about the same time."""
-        groups = peers.join(
+        """Meet the other ranks of the topology that this one was made with, and serve the placement likewise."""
+        placement = self._parallel.table.placement
+        self.take_seat(rendezvous, rank=self._rank, num_ranks=self._topology.num_ranks)
+        self.serve(placement, self._topology, self._rank)
+        return self.shape
+
+    def take_seat(self, rendezvous: Rendezvous, *, rank: int, num_ranks: int) -> None:
+        """Meet num_ranks ranks under a later epoch than ever before. Every one must call this at about the same time.
+
+        Raises StaleEpochError for an earlier one, ExchangeError where the others do not come.
+        """
+        with self._membership:
+            if rendezvous.epoch <= self._newest:
+                raise StaleEpochError(
+                    f"rank {rank} has met under epoch {self._newest}; {rendezvous.epoch} is not later"
+                )
+            self._newest = rendezvous.epoch
+            self.leave()
+        met = peers.join(
             rendezvous,
-            rank=self._rank,
-            num_ranks=self._num_ranks,
+            rank=rank,
+            num_ranks=num_ranks,
             device=self._device,
             timeout_s=self._options.peer_timeout_s,
-            store=self._store,
+            meeting_timeout_s=self._options.meeting_timeout_s,
+            store=self._store if rank == 0 else None,
         )
-        self._mover = Mover(
-            self._parallel.slab, group=groups.bulk, rank=self._rank, blob_bytes=self._parallel.layout.num_bytes
-        )
-        self._parallel.attach(groups.data, self._recorder, self._clock)
-        model, options = self._parallel.model, self._options
-        generation = GenerationConfig.from_model_config(model.config)
-        generation.update(do_sample=False, max_new_tokens=1, eos_token_id=model.generation_config.eos_token_id)
-        batching = ContinuousBatchingConfig(
-            page_size=options.kv_page_size,
-            num_blocks=options.kv_pages,
-            max_batch_tokens=options.max_batch_tokens,
-            max_requests_per_batch=options.max_requests,
-            use_async_batching=False,
-            use_cuda_graph=False,
-            allow_block_sharing=False,
-            auto_switch_to_flash=False,
-        )
-        self._manager = LockstepManager(
-            model, generation, batching, control=groups.control, hooks=self, router=self._router
-        )
-        with torch.no_grad():
-            self._manager.start()
-        return self._parallel.shape
+        with self._membership:
+            if self._newest != met.epoch:
+                self._parted.append(met)
+                raise StaleEpochError(f"rank {rank} met under epoch {met.epoch}, but is asked to epoch {self._newest}")
+            self._peers = met
+            self._mover = Mover(
+                self._parallel.slab,
+                group=met.bulk,
+                rank=rank,
+                blob_bytes=self.expert_bytes,
+                max_bytes_per_s=self._options.migration_bytes_per_s,
+            )
+
+    def release_except(self, experts: Iterable[ExpertId]) -> None:
+        """Make room: free the blobs of all other experts. For a rank that does not serve."""
+        assert self._engine is None
+        for expert in self._parallel.slab.experts() - set(experts):
+            self._parallel.cache.forget(expert)
+            self._parallel.slab.release(expert)
+
+    def restore(self, experts: Iterable[ExpertId]) -> int:
+        """Get experts from the checkpoint; returns the bytes read."""
+        return restore_experts(self._options, self._parallel.slab, experts, self._source)
+
+    def serve(self, placement: Placement, topology: Topology, rank: int) -> None:
+        """Serve a placement with the ranks that were met, as `rank` of topology. Experts it does not need are freed.
+
+        Raises MigrationError where one is missing.
+        """
+        with self._membership:
+            met = self._peers
+            if met is None or self._engine is not None:
+                raise StaleEpochError(f"rank {rank} has met nobody to serve epoch {placement.epoch} with")
+            missing = placement.experts_on(rank) - self._parallel.slab.experts()
+            if missing:
+                raise MigrationError(
+                    f"rank {rank} lacks {len(missing)} experts of epoch {placement.epoch}: {min(missing)}"
+                )
+            self.release_except(placement.experts_on(rank))
+            self._parallel.table.take_seat(rank, topology, placement)
+            self._parallel.cache.let_go()
+            self._epochs = self._epoch_keeper()
+            self._router = EventRouter()
+            # A later founding's steps come after all of an earlier one's, on every rank alike.
+            self._step = met.epoch << 32
+            self._parallel.attach(met.data, self._recorder, self._clock)
+            self._engine = start_engine(
+                self._parallel.model, self._options, control=met.control, hooks=self, router=self._router
+            )
+
+    def leave(self) -> Holdings:
+        """Leave the peers at once, whatever is under way; the events so far can still be taken.
+
+        Raises ExchangeError where this rank's own step does not come to an end.
+        """
+        with self._membership:
+            self._parted = [left for left in self._parted if not left.is_settled]
+            if self._peers is not None:
+                self._peers.leave()
+                self._parted.append(self._peers)
+                self._peers = None
+            self._epochs.close()
+            if self._engine is not None:
+                self._engine.stop(block=True, timeout=self._options.meeting_timeout_s)
+                if self._engine.is_running():
+                    raise ExchangeError(f"rank {self._rank} can't leave: its step does not end")
+                self._engine = None
+                self._recorder.abandon_step()
+            return Holdings(
+                epoch=self._parallel.table.epoch,
+                experts=self._parallel.slab.experts(),
+                capacity=self._parallel.slab.capacity,
+            )
 
     def stop(self) -> None:
         """Finish what runs, stop in step with the others, and leave the groups."""
-        self._manager.stop(block=True, timeout=self._options.peer_timeout_s)
+        if self._engine is not None:
+            self._engine.stop(block=True, timeout=self._options.peer_timeout_s)
         self._recorder.stop()
-        peers.leave()
+        if self._peers is not None:
+            self._peers.leave()
 
     # -------------------------------------------------------------------------------------------------- requests
 
     def submit(self, request: GenerationRequest) -> None:
-        """Take a request. Raises RequestError when it can't be served here; others are not affected."""
+        """Take a request. Raises RequestError when it can't be served here; others are not affected. Raises
+        ExchangeError where this rank has left its peers."""
         config = self._parallel.model.config.get_text_config()
         limit = min(config.max_position_embeddings, self._options.kv_page_size * self._options.kv_pages)
         check_request(request, vocabulary=config.vocab_size, max_tokens=limit)
+        engine = self._running_engine()
         name = self._router.open(request.request)
         if name is None:
             raise RequestError(f"request '{request.request}': a request of this id is running")
-        accepted = self._manager.add_request(
+        accepted = engine.add_request(
             list(request.prompt),
             request_id=name,
             max_new_tokens=request.max_new_tokens,
@@ -164,30 +285,49 @@ class ExpertWorker:
             sampling=request.sampling,
         )
         if accepted is None:
-            self._router.close(request.request, FAILED, f"rank {self._rank} is stopping")
+            self._router.forget(request.request)
+            raise ExchangeError(f"rank {self._rank} is stopping")
 
     def cancel(self, request: str) -> None:
         """Stop a request; its last event says 'cancelled'. A request that is not running is no error."""
         name = self._router.close(request, CANCELLED)
-        if name is not None:
-            self._manager.cancel_request(name)
+        if name is not None and self._engine is not None:
+            self._engine.cancel_request(name)
 
-    def next_events(self, timeout_s: float) -> list[TokenEvent]:
+    def next_events(self, timeout_s: float, founding: int | None = None) -> list[TokenEvent]:
         """The events since the last call; waits up to timeout_s for the first.
 
-        Raises ExchangeError once all events are taken of a rank that has stopped serving.
+        Raises ExchangeError once all events are taken of a rank that has stopped serving, StaleEpochError for events
+        of another founding (the epoch under which the ranks met) than the present one.
         """
+        if founding is not None:
+            self.check_founding(founding)
         events = self._router.take(timeout_s)
-        if not events and not self._manager.is_running():
-            raise ExchangeError(str(self._manager.background_thread_status.fatal_error))
+        if not events:
+            self._running_engine()
         return events
+
+    def check_founding(self, founding: int) -> None:
+        """Raises StaleEpochError unless the ranks have met under this epoch."""
+        if founding != self._newest:
+            raise StaleEpochError(f"rank {self._rank} has met under epoch {self._newest}, not {founding}")
+
+    def _running_engine(self) -> LockstepManager:
+        engine = self._engine
+        if engine is None:
+            raise ExchangeError(f"rank {self._rank} has left its peers")
+        if not engine.is_running():
+            raise ExchangeError(str(engine.background_thread_status.fatal_error))
+        return engine
 
     # -------------------------------------------------------------------------------------------- change of epoch
 
     def copy_round(self, target_epoch: int, moves: Sequence[Move]) -> int:
         """This rank's share of one round of a migration to an epoch ahead. Returns the bytes received."""
         self._epochs.check_ahead(target_epoch)
-        return self._mover.copy_round(moves)
+        if self._peers is None:
+            raise MigrationError(f"rank {self._rank} has left its peers and can't copy for epoch {target_epoch}")
+        return self._mover.copy_round(target_epoch, moves)
 
     def prepare(self, target: Placement) -> None:
         self._epochs.prepare(target)
@@ -202,6 +342,9 @@ class ExpertWorker:
         return self._epochs.drop(epoch)
 
     # ---------------------------------------------------------------- hooks of the engine, on the serving thread
+
+    def serving_epoch(self) -> int:
+        return self._parallel.table.epoch
 
     def ready_epoch(self) -> int:
         return self._epochs.vote()
@@ -221,30 +364,50 @@ class ExpertWorker:
             position=position_ids.cpu().numpy().astype(np.int32),
             token_id=input_ids.cpu().numpy().astype(np.int32),
         )
-        self._recorder.begin_step(self._steps, tokens)
+        self._recorder.begin_step(self._step, tokens)
 
     def end_step(self) -> None:
         self._recorder.end_step()
         self._parallel.table.begin_step()
-        self._clock.end(self._steps)
-        self._steps += 1
+        self._count_step()
 
     def join_step(self) -> None:
         self._recorder.abandon_step()
         self._clock.begin()
         self._parallel.join_step()
-        self._clock.end(self._steps)
+        self._count_step()
+
+    def _count_step(self) -> None:
+        self._clock.end(self._step)
         self._steps += 1
+        self._step += 1
 
     # ------------------------------------------------------------------------------------------------- looking in
 
+    def pulse(self) -> Pulse:
+        """A sign of life, at once."""
+        met, engine = self._peers, self._engine
+        error = None if engine is None else engine.background_thread_status.fatal_error
+        moved_at = 0.0 if met is None else max(met.data.moved_at, met.control.moved_at)
+        still_s = time.monotonic() - moved_at
+        return Pulse(
+            epoch=self._parallel.table.epoch,
+            serving=engine is not None and engine.is_running(),
+            waiting=met is not None and (met.data.waiting or met.control.waiting),
+            still_s=still_s,
+            at="" if engine is None or still_s < WORTH_A_LOOK_S else engine.where(),
+            error=None if error is None else str(error),
+            write_errors=self._recorder.counters.write_errors,
+        )
+
     def status(self) -> WorkerStatus:
-        error = self._manager.background_thread_status.fatal_error
+        engine = self._engine
+        error = None if engine is None else engine.background_thread_status.fatal_error
         cache, recorder = self._parallel.cache, self._recorder.counters
         return WorkerStatus(
             rank=self._rank,
             epoch=self._parallel.table.epoch,
-            alive=self._manager.is_running(),
+            alive=engine is not None and engine.is_running(),
             error=None if error is None else str(error),
             steps=self._steps,
             experts=len(self._parallel.slab.experts()),

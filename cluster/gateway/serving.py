@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from contextlib import nullcontext
 
 from cluster.actors import start_relay
 from cluster.config import ClusterConfig
@@ -12,7 +13,7 @@ from cluster.gateway.front import Front, Inbox
 from cluster.local_ray import write_contact
 from cluster.rundir import held
 from cluster.serve import open_ray
-from cluster.terminal import LOG
+from cluster.terminal import LOG, Notes
 from placement.topology import load_topology
 
 
@@ -26,15 +27,15 @@ def run_gateway(config: ClusterConfig, address: Address) -> None:
         held(config.run_dir),
         open_ray(config, topology.num_ranks) as contact,
         LOG.status("starting ...") as status,
-        Fleet(config, note=lambda text: status.update(f"{text} ..."), failed=inbox.put) as fleet,
+        nullcontext(Notes(status)) as notes,
+        Fleet(config, note=notes, failed=inbox.put) as fleet,
     ):
         status.update("starting the gateway ...")
         relay = start_relay(max_requests=config.gateway.max_requests, max_tokens=config.gateway.max_tokens)
         with gateway(config, settings, relay, address):
             path = write_contact(config.run_dir, contact)
             try:
-                status.stop()
-                LOG.print(f"{topology.num_ranks} ranks serve '{settings.model}' at http://{address}/v1")
+                notes.up(f"{topology.num_ranks} ranks serve '{settings.model}' at http://{address}/v1")
                 Front(fleet, relay, topology, inbox, trace_dir=config.trace_dir).run()
             finally:
                 path.unlink(missing_ok=True)

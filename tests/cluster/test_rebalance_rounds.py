@@ -19,7 +19,8 @@ from cluster.rebalance import run_rounds
 from cluster.traffic import REFERENCE, Traffic
 from placement.errors import ConfigError, MigrationError, MoetisError, TraceError
 from placement.trace import RoutingTrace, write_segment
-from tests.cluster.test_service import EXPERTS, LAYERS, make_ranks, make_service
+from tests.cluster.local_ranks import EXPERTS, LAYERS
+from tests.cluster.test_service import make_ranks, make_service
 
 
 def _segment(folder: Path, rank: int, number: int, *, taste: int, requests: int = 20, seed: int = 0) -> None:

@@ -2,149 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from cluster import history as states
+from cluster.gate import gate
 from cluster.history import History
-from cluster.service import PlacementService, gate
-from placement.baselines import linear_placement
-from placement.core import Placement
-from placement.errors import MigrationError, MoetisError
-from placement.planfile import Plan
-from placement.topology import load_topology
-from placement.trace import RoutingTrace, write_segment
-from workers.epochs import EpochKeeper
-from workers.host_slab import HostSlab
-from workers.routing import RoutingTable
-from workers.slot_cache import SlotCache
-from workers.worker import WorkerStatus
-
-LAYERS, EXPERTS, RANKS, ROWS = 2, 8, 4, 3
-TOPOLOGY = load_topology("2x2")
-
-
-class Rank:
-    """One rank without a model: its slab, its epochs, and a copy that takes the blob from the source's slab."""
-
-    def __init__(self, rank: int, placement: Placement) -> None:
-        self.slab = HostSlab(capacity=2 * LAYERS * ROWS, blob_bytes=256)
-        for expert in placement.experts_on(rank):
-            self.slab.add(expert, torch.zeros(256, dtype=torch.uint8))
-        cache = SlotCache(
-            slab=self.slab, num_layers=LAYERS, slots_per_layer=1, blob_bytes=256, device=torch.device("cpu")
-        )
-        self.table = RoutingTable(placement=placement, topology=TOPOLOGY, rank=rank, top_k=2)
-        self.epochs = EpochKeeper(table=self.table, slab=self.slab, cache=cache, timeout_s=5)
-
-
-class LocalRanks:
-    """All ranks in this process; they vote after every call. fault: (method, rank) at which a call fails, once."""
-
-    def __init__(self, placement: Placement, fault: tuple[str, int] | None = None) -> None:
-        self.ranks = [Rank(rank, placement) for rank in range(RANKS)]
-        self.fault = fault
-        self.served: list[set[int]] = []
-
-    def call(self, method: str, arguments: Iterable[tuple[int, tuple[Any, ...]]]) -> list[Any]:
-        answers = []
-        for rank, values in arguments:
-            if (method, rank) == self.fault:
-                self.fault = None
-                raise MigrationError(f"{method}: rank {rank} does not answer")
-            answers.append(getattr(self, method)(self.ranks[rank], rank, *values))
-        self.vote()
-        return answers
-
-    def vote(self) -> None:
-        agreed = min(rank.epochs.vote() for rank in self.ranks)
-        for rank in self.ranks:
-            rank.epochs.enter(agreed)
-        self.served.append({rank.table.epoch for rank in self.ranks})
-
-    def flush_trace(self, rank: Rank, number: int) -> None:
-        pass
-
-    def expert_bytes(self, rank: Rank, number: int) -> int:
-        return 256
-
-    def copy_round(self, rank: Rank, number: int, epoch: int, moves: Any) -> int:
-        for move in moves:
-            if move.target.rank == number:
-                rank.slab.add(move.expert, self.ranks[move.source.rank].slab.blob(move.expert))
-        return 0
-
-    def prepare(self, rank: Rank, number: int, target: Placement) -> None:
-        rank.epochs.prepare(target)
-
-    def commit(self, rank: Rank, number: int, epoch: int) -> None:
-        rank.epochs.commit(epoch)
-
-    def abort(self, rank: Rank, number: int, epoch: int) -> int:
-        return rank.epochs.abort(epoch)
-
-    def drop(self, rank: Rank, number: int, epoch: int) -> int:
-        return rank.epochs.drop(epoch)
-
-    def status(self, rank: Rank, number: int) -> WorkerStatus:
-        return WorkerStatus(
-            rank=number,
-            epoch=rank.table.epoch,
-            alive=True,
-            error=None,
-            steps=0,
-            experts=0,
-            host_slab_bytes=0,
-            slot_bytes=0,
-            cache={},
-            recorder={},
-            traffic={},
-        )
-
-
-def _trace(folder: Path) -> None:
-    """Two kinds of requests that use the even and the odd experts."""
-    rng = np.random.default_rng(0)
-    num_tokens = 600
-    request = np.repeat(np.arange(20), num_tokens // 20)
-    pick = np.sort(rng.random((num_tokens, LAYERS, EXPERTS // 2)).argsort(axis=2)[:, :, :2], axis=2)
-    write_segment(
-        RoutingTrace(
-            num_experts=EXPERTS,
-            experts=(2 * pick + (request // 2 % 2)[:, None, None]).astype(np.uint8),
-            request=request.astype(np.int64),
-            position=np.tile(np.arange(num_tokens // 20), 20).astype(np.int32),
-            step=np.zeros(num_tokens, np.int64),
-            source_rank=np.full(num_tokens, -1, np.int32),
-            phase=np.zeros(num_tokens, np.uint8),
-        ),
-        folder / "rank00000-00000000.safetensors",
-    )
+from cluster.service import PlacementService
+from placement.errors import MoetisError
+from tests.cluster.local_ranks import MEMBERS, RANKS, LocalRanks, first_plan, new_service, write_trace
 
 
 def make_service(folder: Path, ranks: LocalRanks, min_gain: float = 0.01) -> PlacementService:
-    return PlacementService(
-        history=History(folder / "history.sqlite"),
-        ranks=ranks,
-        initial=Plan(placement=linear_placement(LAYERS, EXPERTS, RANKS, ROWS), topology=TOPOLOGY, measured={}),
-        trace_dir=folder,
-        min_gain=min_gain,
-        seed=0,
-    )
+    """A service whose ranks serve."""
+    service = new_service(folder, ranks, min_gain)
+    service.form(MEMBERS, "initial placement")
+    return service
 
 
 def make_ranks(fault: tuple[str, int] | None = None) -> LocalRanks:
-    return LocalRanks(linear_placement(LAYERS, EXPERTS, RANKS, ROWS), fault)
+    return LocalRanks(first_plan().placement, fault)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    _trace(tmp_path)
+    write_trace(tmp_path)
     return tmp_path
 
 

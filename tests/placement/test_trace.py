@@ -161,3 +161,18 @@ def test_a_folder_without_segments_is_named(tmp_path: Path) -> None:
 def test_a_missing_trace_is_named() -> None:
     with pytest.raises(TraceError, match="'nowhere': no such file or folder"):
         load_trace("nowhere")
+
+
+def test_a_broken_segment_of_a_folder_is_skipped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_segment(_trace(), tmp_path / "rank00000-00000000.safetensors")
+    (tmp_path / "rank00001-00000000.safetensors").write_bytes(b"half a segm")
+    assert load_trace(tmp_path).num_tokens == _trace().num_tokens
+    assert "rank00001-00000000.safetensors: not a readable trace segment" in caplog.text
+
+
+def test_a_folder_of_broken_segments_alone_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "rank00001-00000000.safetensors").write_bytes(b"half a segm")
+    with pytest.raises(TraceError, match="not a readable trace segment"):
+        load_trace(tmp_path)

@@ -16,10 +16,13 @@ from workers import peers
 TIMEOUT_S = 180
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *arguments: Any, lost: frozenset[int] = frozenset()
+) -> list[Any]:
     """function(rank, exchange, *arguments) in each process -> its results by rank.
 
-    exchange is a list of queues, one a rank, with which the ranks can pass things to each other.
+    exchange is a list of queues, one a rank, with which the ranks can pass things to each other. lost: ranks that stop
+    or die on the way; they have no result.
     """
     context = multiprocessing.get_context("spawn")
     mail = [context.Queue() for _ in range(num_ranks)]
@@ -32,7 +35,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> 
         process.start()
     results: dict[int, Any] = {}
     try:
-        for _ in range(num_ranks):
+        for _ in range(num_ranks - len(lost)):
             rank, failure, result = answers.get(timeout=TIMEOUT_S)
             assert failure is None, f"rank {rank}:\n{failure}"
             results[rank] = result
@@ -42,7 +45,7 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> 
         for process in processes:
             process.join(timeout=10 if len(results) == num_ranks else 0)
             process.kill()
-    return [results[rank] for rank in range(num_ranks)]
+    return [results.get(rank) for rank in range(num_ranks)]
 
 
 def meet(rank: int, mail: Any) -> peers.Peers:

@@ -10,7 +10,6 @@ import torch
 from placement.errors import StaleEpochError
 from tests.workers.ranks import meet, run_ranks
 from workers.exchange import Exchange
-from workers.peers import leave
 
 HIDDEN, TOP_K = 4, 3
 # Token 0 of rank 0 needs both ranks, token 1 only rank 1 (three times); rank 1 has no tokens.
@@ -41,7 +40,7 @@ def exchange(rank: int, mail: Any) -> dict[str, Any]:
         "sent_rows": link.sent_rows,
         "refused": refused,
     }
-    leave()
+    groups.leave()
     return seen
 
 

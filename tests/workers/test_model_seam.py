@@ -62,7 +62,7 @@ def compare_with_the_plain_model(rank: int, mail: Any) -> dict[str, float]:
     """The largest difference of logits, by architecture. Batches are uneven, and the last rank has no tokens."""
     groups = meet(rank, mail)
     found = {name: _difference(rank, groups, name) for name in CONFIGS}
-    peers.leave()
+    groups.leave()
     return found
 
 
