@@ -135,6 +135,15 @@ class LockstepManager(ContinuousBatchingManager):
             raise StaleEpochError(f"this rank serves epoch {serving}, but the ranks serve {-oldest} to {newest}")
         return Agreement(any_work=bool(any_work), all_stop=some_go_on == -1, epoch=-oldest_ready)
 
+    def break_off(self, timeout_s: float) -> bool:
+        """End the serving thread without agreement, once its groups are left; False where its step does not end."""
+        thread = self._generation_thread
+        if thread is not None:
+            self._wake_up_loop.set()
+            thread.join(timeout_s)
+        self.batch_processor = None
+        return thread is None or not thread.is_alive()
+
     def where(self) -> str:
         """The innermost calls of the serving thread, for people who look for what it hangs in."""
         thread = self._generation_thread

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.core import Placement
+from placement.dispatch import choose_ranks
 from placement.topology import Topology
 from workers.traffic import TrafficCounters
 
@@ -25,10 +26,19 @@ class RoutingTable:
     def take_seat(self, rank: int, topology: Topology, placement: Placement) -> None:
         """Be `rank` of a topology from now on, and serve a placement for it."""
         self.rank = rank
-        self.node_of_rank: NDArray[np.int32] = np.ascontiguousarray(topology.node_of_rank())
+        # Read-only as in placement/precompile.py, since to numba that is another type: a topology that came over the
+        # wire may be writable, and the first step would wait for the compiler.
+        self.node_of_rank: NDArray[np.int32] = np.array(topology.node_of_rank(), np.int32)
+        self.node_of_rank.setflags(write=False)
         self.layers_done = 0
         self.traffic = TrafficCounters()
         self.switch(placement)
+
+    def warm_up(self) -> None:
+        """Have the choice of ranks compiled, or read from its cache: it takes seconds, which no step should wait for."""
+        choose_ranks(
+            np.zeros((0, self.top_k), np.int64), np.zeros(0, np.int32), np.array(self.holds[0]), self.node_of_rank
+        )
 
     def switch(self, placement: Placement) -> None:
         """Serve another placement from the next step on."""

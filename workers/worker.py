@@ -110,6 +110,7 @@ class ExpertWorker:
             cache_share=options.cache_share,
             host_slab_rows=options.host_slab_rows,
         )
+        self._parallel.table.warm_up()
         self._epochs = self._epoch_keeper()
         shape = self._parallel.shape
         self._recorder = Recorder(
@@ -246,8 +247,7 @@ class ExpertWorker:
                 self._peers = None
             self._epochs.close()
             if self._engine is not None:
-                self._engine.stop(block=True, timeout=self._options.meeting_timeout_s)
-                if self._engine.is_running():
+                if not self._engine.break_off(self._options.meeting_timeout_s):
                     raise ExchangeError(f"rank {self._rank} can't leave: its step does not end")
                 self._engine = None
                 self._recorder.abandon_step()
