@@ -35,7 +35,7 @@ class RoutingTable:
         self.switch(placement)
 
     def warm_up(self) -> None:
-        """Have the choice of ranks compiled, or read from the cache; it takes seconds, and no step should wait for it."""
+        """Have the choice of ranks compiled, or read from the cache: seconds that no step should wait for."""
         choose_ranks(
             np.zeros((0, self.top_k), np.int64), np.zeros(0, np.int32), np.array(self.holds[0]), self.node_of_rank
         )
