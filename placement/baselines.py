@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from placement.core import EMPTY, Placement
 from placement.eplb import balance_table, clean_load
 from placement.errors import PlacementError
 from placement.packing import copies_of, level
+from placement.topology import Topology
 
 
 def check_capacity(num_experts: int, num_ranks: int, rows_per_rank: int) -> None:
@@ -26,6 +28,26 @@ def check_capacity(num_experts: int, num_ranks: int, rows_per_rank: int) -> None
             f"{rows_per_rank} slots per rank are more than the {num_experts} experts of a layer, "
             f"and no expert may lie twice on a rank; give at most {num_experts}"
         )
+
+
+def rows_of_ranks(rows_per_rank: int | Sequence[int], topology: Topology, num_experts: int) -> NDArray[np.int64]:
+    """The slots of a layer on each rank [R], from one number or one a rank.
+
+    Raises PlacementError as `check_capacity`.
+    """
+    if isinstance(rows_per_rank, int):
+        check_capacity(num_experts, topology.num_ranks, rows_per_rank)
+        return np.full(topology.num_ranks, rows_per_rank, np.int64)
+    rows = np.array(rows_per_rank, np.int64)
+    if rows.shape != (topology.num_ranks,) or rows.min() < 1:
+        raise PlacementError(
+            f"slots per rank must be one number or {topology.num_ranks} numbers from 1 up, got {list(rows_per_rank)}"
+        )
+    if rows.sum() < num_experts:
+        raise PlacementError(f"{rows.sum()} slots on {len(rows)} ranks hold no {num_experts} experts")
+    if rows.max() > num_experts:
+        raise PlacementError(f"{rows.max()} slots on a rank are more than the {num_experts} experts of a layer")
+    return rows
 
 
 def linear_placement(num_layers: int, num_experts: int, num_ranks: int, rows_per_rank: int) -> Placement:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from placement.errors import PlacementError
 
 EMPTY = -1
+EVEN_WEIGHT = 1024
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,6 +49,8 @@ class Placement:
 
     physical_to_logical: int32 [L, P], logical expert ids, -1 for an empty slot, rank-major.
     tiers: uint8 [L, P], a `Tier` per slot; warm unless given.
+    rank_weights: uint16 [L, R], each from 1 up: where a token comes by several holders of an expert, the chance that a
+    rank serves it goes with its weight. All alike unless given.
 
     Every expert has at least one slot in every layer, and no expert has two slots on one rank.
     Raises PlacementError, naming the layer and the expert, where that does not hold.
@@ -58,14 +61,17 @@ class Placement:
     num_experts: int
     physical_to_logical: NDArray[np.int32]
     tiers: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
+    rank_weights: NDArray[np.uint16] = field(default_factory=lambda: np.zeros((0, 0), np.uint16))
 
     def __post_init__(self) -> None:
         table = np.array(self.physical_to_logical, dtype=np.int32, ndmin=2)
         tiers = np.array(self.tiers, np.uint8) if self.tiers.size else np.full(table.shape, Tier.WARM, np.uint8)
-        for array in (table, tiers):
+        weights = np.array(self.rank_weights, np.uint16)
+        if not weights.size:
+            weights = np.full((len(table), max(1, self.num_ranks)), EVEN_WEIGHT, np.uint16)
+        for name, array in (("physical_to_logical", table), ("tiers", tiers), ("rank_weights", weights)):
             array.setflags(write=False)
-        object.__setattr__(self, "physical_to_logical", table)
-        object.__setattr__(self, "tiers", tiers)
+            object.__setattr__(self, name, array)
         self._check()
 
     def _check(self) -> None:
@@ -83,6 +89,8 @@ class Placement:
             raise PlacementError(f"{table.shape[1]} slots per layer do not divide by {self.num_ranks} ranks")
         if self.tiers.shape != table.shape or self.tiers.max() > Tier.DISK:
             raise PlacementError(f"tiers must be {table.shape} values from 0 (hot) to 3 (disk)")
+        if self.rank_weights.shape != (len(table), self.num_ranks) or not self.rank_weights.all():
+            raise PlacementError(f"rank_weights must be {(len(table), self.num_ranks)} values from 1 to 65535")
         if table.min() < EMPTY or table.max() >= self.num_experts:
             layer, slot = np.argwhere((table < EMPTY) | (table >= self.num_experts))[0]
             raise PlacementError(
@@ -121,6 +129,11 @@ class Placement:
         np.add.at(copies, (layer, rank, self.physical_to_logical[layer, slot]), 1)
         return copies
 
+    def weights_per_rank(self) -> NDArray[np.uint16]:
+        """[L, R, E]: a rank's weight where it holds an expert, else 0, as the replica choice takes it."""
+        weights: NDArray[np.uint16] = self.copies_per_rank() * self.rank_weights[:, :, None]
+        return weights
+
     def experts_on(self, rank: int) -> frozenset[ExpertId]:
         """The experts that a rank holds, over all layers."""
         rows = slice(rank * self.rows_per_rank, (rank + 1) * self.rows_per_rank)
@@ -138,4 +151,5 @@ class Placement:
             num_experts=self.num_experts,
             physical_to_logical=self.physical_to_logical,
             tiers=self.tiers,
+            rank_weights=self.rank_weights,
         )

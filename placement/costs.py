@@ -63,6 +63,7 @@ class StepTime:
 def count_step(
     chosen: Any,
     home: Any,
+    holds: Any,
     table: Any,
     count: Any,
     groups: Any,
@@ -83,7 +84,7 @@ def count_step(
     for token in range(len(chosen)):
         source = home[token]
         stamp[0] += 1
-        serve_token(chosen[token], source, table, count, node_of_rank, mark, stamp[0], needs, served)
+        serve_token(chosen[token], source, holds, table, count, node_of_rank, mark, stamp[0], needs, served)
         for k in range(len(served)):
             rank = served[k]
             pairs[rank] += 1
@@ -122,7 +123,7 @@ def _time_layer(
         tokens = slice(bounds[step], bounds[step + 1])
         seen = np.zeros((num_ranks, len(count)), np.bool_)
         pairs, read = count_step(
-            chosen[tokens], home[tokens], table, count, groups, node_level, scratch, sent, got, seen
+            chosen[tokens], home[tokens], holds, table, count, groups, node_level, scratch, sent, got, seen
         )
         out[step, 0] = (read * rates[0] + pairs * rates[1]).max()
         exchange = 0.0
@@ -160,7 +161,7 @@ def step_times(
     )
     links = np.array([[link.bandwidth, link.latency_s] for link in topology.links])
     home = np.ascontiguousarray(homes[order], np.int32)
-    holds = placement.copies_per_rank()
+    holds = placement.weights_per_rank()
     times = np.zeros((trace.num_layers, len(bounds) - 1, 2))
     for layer in range(trace.num_layers):
         chosen = np.ascontiguousarray(trace.experts[order, layer], np.int32)

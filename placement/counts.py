@@ -15,6 +15,7 @@ from placement.evaluate import max_over_mean
 from placement.layers import ModelLayers
 from placement.matching import match_labels
 from placement.planfile import Plan
+from placement.shares import load_per_rank
 from placement.topology import Topology
 
 COUNTS_KEY = "counts"
@@ -88,12 +89,10 @@ def check_counts(placement: Placement, topology: Topology, counts: Counts) -> No
 def score_counts(placement: Placement, topology: Topology, counts: Counts) -> dict[str, float]:
     """Load max/mean over ranks and over nodes (per rank of a node), averaged over the counted layers.
 
-    An expert's load is shared evenly by its copies. Raises as `check_counts`.
+    An expert's load is shared by its holders' weights. Raises as `check_counts`.
     """
     check_counts(placement, topology, counts)
-    copies = placement.copies_per_rank()[counts.counted]
-    per_copy = counts.load[counts.counted] / copies.sum(axis=1, dtype=np.int64)
-    of_rank = (copies * per_copy[:, None, :]).sum(axis=2)
+    of_rank = load_per_rank(placement, counts.load)[counts.counted]
     node_of_rank = topology.node_of_rank()
     of_node = np.stack([of_rank[:, node_of_rank == node].mean(axis=1) for node in range(topology.num_nodes)], axis=1)
     return {"load_max_over_mean": max_over_mean(of_rank), "node_load_max_over_mean": max_over_mean(of_node)}

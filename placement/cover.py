@@ -97,9 +97,7 @@ def serve_units(chosen: Any, home: Any, masks: Any, out: Any) -> Any:
         out[k] = -1
         if chosen[k] >= 0:
             mask = masks[chosen[k]] & opened
-            if mask & home_bit:
-                mask = home_bit
-            elif mask & (mask - ONE):
+            if mask & (mask - ONE):
                 seed = mix(opened ^ (np.uint64(chosen[k]) << np.uint64(32)) ^ np.uint64(chosen[0]))
                 mask = _nth_bit(mask, np.int64(seed % np.uint64(_num_bits(mask))))
             out[k] = _unit_of_bit(mask)
@@ -114,18 +112,20 @@ def serve_in_nodes(
     home_node = node_of[home] if home >= 0 else -1
     nodes = serve_units(chosen, home_node, node_masks, out)
     home_bit = ONE << np.uint64(home) if home >= 0 else np.uint64(0)
+    near = node_bits[home_node] if home >= 0 else np.uint64(0)
+    for k in range(len(chosen)):
+        if chosen[k] >= 0:
+            near |= node_bits[out[k]]
     visited = home_bit
     for k in range(len(chosen)):
         if chosen[k] >= 0:
-            mask = masks[chosen[k]] & node_bits[out[k]]
+            mask = masks[chosen[k]] & near
             if mask & (mask - ONE) == 0:
                 visited |= mask
     for k in range(len(chosen)):
         if chosen[k] >= 0:
-            mask = masks[chosen[k]] & node_bits[out[k]]
-            if mask & home_bit:
-                mask = home_bit
-            elif mask & visited:
+            mask = masks[chosen[k]] & near
+            if mask & visited:
                 mask &= visited
             if mask & (mask - ONE):
                 seed = mix(visited ^ (np.uint64(chosen[k]) << np.uint64(32)) ^ np.uint64(chosen[0]))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from placement.core import EMPTY
 from placement.cover import MOST_UNITS, masks_of, serve_units
+from placement.errors import PlacementError
 from placement.partition import align, cut
 from placement.refine import Costs, Sample, Stage, refine
 from placement.replicas import fill_spare, slots_of_parts
@@ -55,10 +56,14 @@ def _gathered(children: list[Branch], crosses_nodes: bool) -> Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the descent needs beside the sample: costs and search stages between nodes, and inside one."""
+    """What the descent needs beside the sample: costs and search stages between nodes, and inside one.
 
-    rows_per_rank: int
+    rows_of_rank [R]: the slots of each rank. num_groups: groups of experts that lie on one node as a whole, 0 for none.
+    """
+
+    rows_of_rank: NDArray[np.int64]
     num_experts: int
+    num_groups: int
     between: Costs
     inside: Costs
     between_stages: tuple[Stage, ...]
@@ -104,7 +109,7 @@ def _share_of_unit(chosen: Any, served: Any, unit: Any) -> Any:
 
 def place_layer(tree: Branch, sample: Sample, settings: Settings, seed: int) -> NDArray[np.int32]:
     """Rows [R, rows] of one layer. sample: the layer's tokens; their homes are ranks."""
-    rows = np.full((len(tree.ranks), settings.rows_per_rank), EMPTY, np.int32)
+    rows = np.full((len(tree.ranks), int(settings.rows_of_rank.max())), EMPTY, np.int32)
     _descend(tree, np.arange(settings.num_experts, dtype=np.int32), sample, settings, seed, rows)
     return rows
 
@@ -135,23 +140,88 @@ def _solve(
 ) -> NDArray[np.int32]:
     """Slots [U, C] of a branch's children: METIS, names lined up with homes, spare slots filled, then the search."""
     num_ranks = np.array([len(child.ranks) for child in branch.children])
-    sizes = np.minimum(num_ranks * settings.rows_per_rank, len(experts)).astype(np.int64)
-    share = num_ranks / num_ranks.sum()
-    pairs = np.zeros((settings.num_experts, settings.num_experts))
-    demand = np.zeros((len(sizes), settings.num_experts))
+    rows = np.array([settings.rows_of_rank[list(child.ranks)].sum() for child in branch.children])
+    if branch.crosses_nodes and settings.num_groups:
+        return _solve_groups(branch, experts, sample, settings, seed, rows, num_ranks / num_ranks.sum())
+    sizes = np.minimum(rows, len(experts)).astype(np.int64)
+    return _place_units(
+        experts, sample, settings, settings.num_experts, sizes, num_ranks / num_ranks.sum(), branch.crosses_nodes, seed
+    )
+
+
+def _solve_groups(
+    branch: Branch,
+    experts: NDArray[np.int32],
+    sample: Sample,
+    settings: Settings,
+    seed: int,
+    rows: NDArray[np.int64],
+    share: NDArray[np.float64],
+) -> NDArray[np.int32]:
+    """As `_solve`, with whole groups of experts in the place of experts: a node takes as many as fit into its rows."""
+    width = settings.num_experts // settings.num_groups
+    groups = np.unique(experts // width).astype(np.int32)
+    whole = replace(sample, chosen=np.where(sample.chosen >= 0, sample.chosen // width, -1).astype(np.int16))
+    room = np.array(
+        [_groups_that_fit(child, settings.rows_of_rank, width) for child in branch.children], dtype=np.int64
+    )
+    sizes = np.minimum(room, len(groups))
+    held = _place_units(groups, whole, settings, settings.num_groups, sizes, share, True, seed)
+    slots = np.full((len(sizes), int(rows.max())), EMPTY, np.int32)
+    for unit, mine in enumerate(held):
+        inside = (mine[mine != EMPTY][:, None] * width + np.arange(width)).reshape(-1)
+        slots[unit, : len(inside)] = np.sort(inside)
+    return slots
+
+
+def _groups_that_fit(branch: Branch, rows_of_rank: NDArray[np.int64], width: int) -> int:
+    """Whole groups of width experts that a branch can take, each on one node."""
+    if branch.crosses_nodes:
+        return sum(_groups_that_fit(child, rows_of_rank, width) for child in branch.children)
+    return int(rows_of_rank[list(branch.ranks)].sum()) // width
+
+
+def check_groups(num_groups: int, rows_of_rank: NDArray[np.int64], topology: Topology, num_experts: int) -> None:
+    """Raises PlacementError where groups are asked for that do not divide the experts, or do not fit on the nodes."""
+    if num_groups == 0:
+        return
+    if num_groups < 0 or num_experts % num_groups:
+        raise PlacementError(f"{num_experts} experts do not divide into {num_groups} groups of equal size")
+    width = num_experts // num_groups
+    fit = np.bincount(topology.node_of_rank(), weights=rows_of_rank).astype(np.int64) // width
+    if fit.sum() < num_groups:
+        raise PlacementError(
+            f"{num_groups} groups of {width} experts do not fit whole on {len(fit)} nodes, which take "
+            f"{fit.tolist()} groups with their slots per layer; give more slots, or do not keep groups together"
+        )
+
+
+def _place_units(
+    experts: NDArray[np.int32],
+    sample: Sample,
+    settings: Settings,
+    num_experts: int,
+    sizes: NDArray[np.int64],
+    share: NDArray[np.float64],
+    crosses_nodes: bool,
+    seed: int,
+) -> NDArray[np.int32]:
+    """Slots [U, C] for units of sizes [U] that should carry share [U] of the load."""
+    pairs = np.zeros((num_experts, num_experts))
+    demand = np.zeros((len(sizes), num_experts))
     _count(sample.chosen, sample.home, pairs, demand)
     load = pairs.diagonal().copy()
     np.fill_diagonal(pairs, 0)
-    if branch.crosses_nodes:
+    if crosses_nodes:
         part = cut(load[experts], pairs[np.ix_(experts, experts)], sizes, share, seed)
     else:
         part = _deal(load[experts], sizes, share)
     part = align(part, demand[:, experts], sizes)
     slots = fill_spare(slots_of_parts(part, experts, sizes), sizes, load, pairs, demand)
-    costs = settings.between if branch.crosses_nodes else settings.inside
-    stages = settings.between_stages if branch.crosses_nodes else settings.inside_stages
+    costs = settings.between if crosses_nodes else settings.inside
+    stages = settings.between_stages if crosses_nodes else settings.inside_stages
     for number, stage in enumerate(stages):
-        slots = refine(slots, sizes, share, sample, settings.num_experts, costs, stage, seed + number)
+        slots = refine(slots, sizes, share, sample, num_experts, costs, stage, seed + number)
     return slots
 
 

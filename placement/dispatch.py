@@ -1,8 +1,9 @@
 """The replica choice: which rank serves each (token, expert). The worker and the planner's evaluation run this code.
 
-A token prefers its home rank, then its home's node, then as few other nodes as will do, and within the visited nodes as
-few other ranks as will do. Equals are told apart by a hash of the token's home and experts, so no rank is favoured and
-every process that sees the same token decides alike.
+A token visits as few other nodes than its home's as will do, and within the visited nodes as few other ranks than its
+home as will do. Where it comes by several holders of an expert anyway, its home among them, any of them is as near: one
+is drawn, by the ranks' weights. The draw is a hash of the token's home and experts, so every process that sees the same
+token decides alike.
 """
 
 from __future__ import annotations
@@ -127,17 +128,25 @@ def _open_nodes(
 
 @nb.njit(cache=True, nogil=True)
 def serve_token(
-    chosen: Any, home: Any, table: Any, count: Any, node_of_rank: Any, mark: Any, stamp: Any, needs: Any, out: Any
+    chosen: Any,
+    home: Any,
+    holds: Any,
+    table: Any,
+    count: Any,
+    node_of_rank: Any,
+    mark: Any,
+    stamp: Any,
+    needs: Any,
+    out: Any,
 ) -> None:
     """Write to out [K] the rank that serves each chosen expert [K] of one token.
 
-    table, count: from `holders_of`. mark [R + N] int64 scratch in which nothing equals stamp yet;
-    needs [K] bool scratch.
+    holds [R, E]: 0, or the rank's weight; table, count: from `holders_of`. mark [R + N] int64 scratch in which nothing
+    equals stamp yet; needs [K] bool scratch.
     """
     num_ranks = len(node_of_rank)
     node_mark = mark[num_ranks:]
-    home_node = node_of_rank[home]
-    node_mark[home_node] = stamp
+    node_mark[node_of_rank[home]] = stamp
     mark[home] = stamp
     undecided = 0
     seed = np.uint64(home)
@@ -155,13 +164,13 @@ def serve_token(
         else:
             undecided += 1
     if undecided:
-        _serve_replicated(chosen, home, table, count, node_of_rank, mark, stamp, needs, out, seed)
+        _serve_replicated(chosen, holds, table, count, node_of_rank, mark, stamp, needs, out, seed)
 
 
 @nb.njit(cache=True, nogil=True)
 def _serve_replicated(
     chosen: Any,
-    home: Any,
+    holds: Any,
     table: Any,
     count: Any,
     node_of_rank: Any,
@@ -173,7 +182,6 @@ def _serve_replicated(
 ) -> None:
     """The experts of a token that lie on several ranks; those with one holder are decided and marked already."""
     node_mark = mark[len(node_of_rank) :]
-    home_node = node_of_rank[home]
     any_needs = False
     for k in range(len(chosen)):
         expert = chosen[k]
@@ -182,11 +190,8 @@ def _serve_replicated(
         first = node_of_rank[table[expert, 0]]
         single = True
         for i in range(count[expert]):
-            rank = table[expert, i]
-            single = single and node_of_rank[rank] == first
-            if rank == home:
-                out[k] = home
-        if out[k] == NOWHERE and single:
+            single = single and node_of_rank[table[expert, i]] == first
+        if single:
             node_mark[first] = stamp
     for k in range(len(chosen)):
         if chosen[k] >= 0 and out[k] == NOWHERE:
@@ -198,18 +203,32 @@ def _serve_replicated(
         _open_nodes(chosen, needs, table, count, node_of_rank, seed, node_mark, stamp)
     for k in range(len(chosen)):
         if chosen[k] >= 0 and out[k] == NOWHERE:
-            near = _serves(chosen[k], home_node, table, count, node_of_rank)
-            out[k] = _nearest_rank(
-                chosen, k, home_node if near else -1, table, count, node_of_rank, mark, stamp, out, seed
-            )
+            out[k] = _near_rank(chosen, k, holds, table, count, node_of_rank, mark, stamp, out, seed)
             mark[out[k]] = stamp
 
 
 @nb.njit(cache=True, nogil=True)
-def _nearest_rank(
+def _worth(
+    chosen: Any, k: Any, rank: Any, table: Any, count: Any, node_of_rank: Any, mark: Any, stamp: Any, out: Any
+) -> Any:
+    """How good a holder of chosen[k] is: -1 on a node not visited, K if visited anyway, else what more it serves."""
+    if mark[len(node_of_rank) + node_of_rank[rank]] != stamp:
+        return -1
+    if mark[rank] == stamp:
+        return len(chosen)
+    more = 0
+    for other in range(k + 1, len(chosen)):
+        if chosen[other] >= 0 and out[other] == NOWHERE:
+            for j in range(count[chosen[other]]):
+                more += table[chosen[other], j] == rank
+    return more
+
+
+@nb.njit(cache=True, nogil=True)
+def _near_rank(
     chosen: Any,
     k: Any,
-    only_node: Any,
+    holds: Any,
     table: Any,
     count: Any,
     node_of_rank: Any,
@@ -218,24 +237,24 @@ def _nearest_rank(
     out: Any,
     seed: Any,
 ) -> Any:
-    """Among the holders of chosen[k] on visited nodes: a visited rank, else the one that serves most of the rest."""
-    node_mark = mark[len(node_of_rank) :]
-    best, best_score = NOWHERE, np.uint64(0)
-    for i in range(count[chosen[k]]):
-        rank = table[chosen[k], i]
-        node = node_of_rank[rank]
-        if node_mark[node] != stamp or (only_node >= 0 and node != only_node):
-            continue
-        served = len(chosen) if mark[rank] == stamp else 0
-        if served == 0:
-            for other in range(k + 1, len(chosen)):
-                if chosen[other] >= 0 and out[other] == NOWHERE:
-                    for j in range(count[chosen[other]]):
-                        served += table[chosen[other], j] == rank
-        score = (np.uint64(served) << np.uint64(48)) | (mix(seed ^ np.uint64(rank)) >> np.uint64(16))
-        if best == NOWHERE or score > best_score:
-            best, best_score = rank, score
-    return best
+    """Among the best holders of chosen[k], one drawn by weight."""
+    expert = chosen[k]
+    most, total = -1, np.int64(0)
+    for i in range(count[expert]):
+        rank = table[expert, i]
+        worth = _worth(chosen, k, rank, table, count, node_of_rank, mark, stamp, out)
+        if worth > most:
+            most, total = worth, np.int64(0)
+        if worth == most:
+            total += holds[rank, expert]
+    draw = np.int64(mix(seed ^ np.uint64(expert)) % np.uint64(total))
+    for i in range(count[expert]):
+        rank = table[expert, i]
+        if _worth(chosen, k, rank, table, count, node_of_rank, mark, stamp, out) == most:
+            draw -= holds[rank, expert]
+            if draw < 0:
+                return rank
+    return NOWHERE
 
 
 @nb.njit(cache=True, nogil=True)
@@ -246,22 +265,26 @@ def _choose(experts: Any, home: Any, holds: Any, node_of_rank: Any) -> Any:
     mark = np.full(len(node_of_rank) + node_of_rank.max() + 1, -1, np.int64)
     needs = np.zeros(top_k, np.bool_)
     for token in range(num_tokens):
-        serve_token(experts[token], home[token], table, count, node_of_rank, mark, token, needs, ranks[token])
+        serve_token(experts[token], home[token], holds, table, count, node_of_rank, mark, token, needs, ranks[token])
     return ranks
 
 
 def choose_ranks(
-    experts: NDArray[Any], home: NDArray[np.int32], holds: NDArray[np.uint8], node_of_rank: NDArray[np.int32]
+    experts: NDArray[Any],
+    home: NDArray[np.int32],
+    holds: NDArray[np.unsignedinteger[Any]],
+    node_of_rank: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """The rank that serves each (token, expert): home, else home's node, else fewest nodes, then fewest ranks.
+    """The rank that serves each (token, expert): fewest nodes beside home's, then fewest ranks, then drawn by weight.
 
-    experts [T, K] logical ids of one layer, -1 for none; home [T]; holds [R, E] of that layer, 1 where a rank has an
-    expert; node_of_rank [R]. Returns int32 [T, K], -1 where experts is -1. Every expert named must have a holder.
+    experts [T, K] logical ids of one layer, -1 for none; home [T]; holds [R, E] of that layer, a rank's weight where it
+    has an expert, else 0; node_of_rank [R]. Returns int32 [T, K], -1 where experts is -1. Every expert named must have
+    a holder.
     """
     ranks: NDArray[np.int32] = _choose(
         np.ascontiguousarray(experts, np.int32),
         np.ascontiguousarray(home, np.int32),
-        np.ascontiguousarray(holds, np.uint8),
+        np.ascontiguousarray(holds, np.uint16),
         np.ascontiguousarray(node_of_rank, np.int32),
     )
     return ranks

@@ -60,7 +60,7 @@ def _replay_layer(
     needs = np.zeros(top_k, np.bool_)
     served = np.empty(top_k, np.int32)
     for token in range(num_tokens):
-        serve_token(experts[token], home[token], table, count, node_of_rank, mark, token, needs, served)
+        serve_token(experts[token], home[token], holds, table, count, node_of_rank, mark, token, needs, served)
         seen[home[token]] = token
         seen[num_ranks + node_of_rank[home[token]]] = token
         for rank in served:
@@ -117,7 +117,7 @@ def replay(
     check_fit(placement, topology, trace)
     step = steps_across_requests(trace.num_tokens, TOKENS_PER_STEP) if step is None else step
     _check_homes(homes, trace, topology.num_ranks)
-    holds = placement.copies_per_rank()
+    holds = placement.weights_per_rank()
     nodes, ranks = np.zeros(trace.num_tokens, np.int32), np.zeros(trace.num_tokens, np.int32)
     load = np.zeros((trace.num_layers, int(step.max()) + 1, topology.num_ranks), np.int32)
     home = np.ascontiguousarray(homes, np.int32)

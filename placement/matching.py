@@ -13,12 +13,17 @@ from scipy.optimize import linear_sum_assignment
 from placement.core import EMPTY, Placement
 from placement.topology import Topology
 
+UNLIKE = -1e6
 
-def match_labels(draft: Placement, current: Placement, topology: Topology) -> Placement:
+
+def match_labels(
+    draft: Placement, current: Placement, topology: Topology, rows_of_rank: NDArray[np.int64] | None = None
+) -> Placement:
     """The draft with its nodes and ranks renamed, layer by layer, to overlap the current placement most.
 
-    Experts that stay on a rank keep their rows. Where the ranks or rows differ nothing can be matched and the draft is
-    returned as it is. The epoch is the current one's plus 1.
+    rows_of_rank [R], where ranks have unlike numbers of slots: only ranks of one size trade names. Experts that stay on
+    a rank keep their rows. Where the ranks or rows differ nothing can be matched and the draft is returned as it is.
+    The epoch is the current one's plus 1.
     """
     epoch = current.epoch + 1
     same_shape = (draft.num_ranks, draft.num_slots) == (current.num_ranks, current.num_slots)
@@ -28,7 +33,9 @@ def match_labels(draft: Placement, current: Placement, topology: Topology) -> Pl
     new = draft.physical_to_logical.reshape(draft.num_layers, draft.num_ranks, -1)
     node_of_rank = topology.node_of_rank()
     tables = [
-        keep_rows(new[layer][match_ranks(old[layer], new[layer], node_of_rank, draft.num_experts)], old[layer])
+        keep_rows(
+            new[layer][match_ranks(old[layer], new[layer], node_of_rank, draft.num_experts, rows_of_rank)], old[layer]
+        )
         for layer in range(draft.num_layers)
     ]
     return Placement(
@@ -47,13 +54,22 @@ def _held(rows: NDArray[np.int32], num_experts: int) -> NDArray[np.float64]:
 
 
 def match_ranks(
-    old: NDArray[np.int32], new: NDArray[np.int32], node_of_rank: NDArray[np.int32], num_experts: int
+    old: NDArray[np.int32],
+    new: NDArray[np.int32],
+    node_of_rank: NDArray[np.int32],
+    num_experts: int,
+    rows_of_rank: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int64]:
-    """source [R]: whose rows of the draft each rank should take. Nodes of one size trade names, then ranks inside."""
+    """source [R]: whose rows of the draft each rank should take. Nodes of one size trade names, then ranks inside.
+
+    rows_of_rank [R]: a rank takes the rows of one with as many slots alone.
+    """
     common = _held(old, num_experts) @ _held(new, num_experts).T
+    if rows_of_rank is not None:
+        common = np.where(rows_of_rank[:, None] == rows_of_rank[None, :], common, UNLIKE)
     num_nodes = int(node_of_rank[-1]) + 1
     inside = [np.flatnonzero(node_of_rank == node) for node in range(num_nodes)]
-    value = np.full((num_nodes, num_nodes), -1e9)
+    value = np.full((num_nodes, num_nodes), 2 * UNLIKE * len(node_of_rank))
     pairs = {}
     for here in range(num_nodes):
         for there in range(num_nodes):

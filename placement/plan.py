@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.baselines import check_capacity, eplb_placement, linear_placement
+from placement.baselines import eplb_placement, linear_placement, rows_of_ranks
 from placement.core import Placement
-from placement.descend import Branch, Settings, place_layer, tree_of
+from placement.descend import Branch, Settings, check_groups, place_layer, tree_of
+from placement.effort import Wish, sampled_tokens, settings_for, size_factor
 from placement.errors import TraceError
 from placement.evaluate import replay, score_of
 from placement.graph import count_load
@@ -25,54 +27,68 @@ from placement.homes import (
 )
 from placement.matching import match_labels
 from placement.planfile import Plan
-from placement.refine import Costs, Sample, Stage
+from placement.refine import Sample
+from placement.shares import level_shares
 from placement.topology import Topology
 from placement.trace import RoutingTrace
 from placement.trust import Ratio, compare
 
-MOST_SAMPLED, LEAST_SAMPLED = 40_000, 5_000
-SERVICES, PROPOSAL_OVERHEAD = 1e9, 100
-SMALL_MODEL = 768
 HOME_PREFIX = 64
-BETWEEN = Costs(visit=1.0, balance=0.5)
-INSIDE = Costs(visit=0.03, balance=0.75)
 
 
 def plan_placement(
     trace: RoutingTrace,
     topology: Topology,
     *,
-    rows_per_rank: int,
+    rows_per_rank: int | Sequence[int],
     current: Placement | None = None,
     seed: int = 0,
     effort: float = 1.0,
+    balance_price: float = 1.0,
     balance_only: bool = False,
+    keep_groups: int = 0,
 ) -> Placement:
     """A placement for the trace's traffic: few other nodes and ranks visited, level load.
 
+    rows_per_rank: slots of a layer on each rank, one number or one a rank; ranks with fewer keep empty rows at the end.
     With a current placement of the same shape, names of nodes and ranks are matched to it and experts that stay keep
-    their rows; the epoch follows on. effort scales the search; balance_only forgets about hops.
+    their rows; the epoch follows on. effort, balance_price, balance_only: see `Wish`. keep_groups: that many expert
+    groups of equal size (grouped routing) each lie whole on one node, and are copied to other nodes as a whole.
 
-    Raises PlacementError where the slots cannot hold the experts, TraceError where the current placement is of another
-    model.
+    Raises PlacementError where the slots cannot hold the experts or the groups, TraceError where the current placement
+    is of another model.
     """
-    check_capacity(trace.num_experts, topology.num_ranks, rows_per_rank)
+    rows = rows_of_ranks(rows_per_rank, topology, trace.num_experts)
+    check_groups(keep_groups, rows, topology, trace.num_experts)
     _check_current(current, trace)
+    wish = Wish(
+        rows_of_rank=rows,
+        effort=effort,
+        balance_price=balance_price,
+        balance_only=balance_only,
+        num_groups=keep_groups,
+    )
     tree = tree_of(topology)
     routed = _first_homes(trace, tree, topology, seed)
     routable = topology.num_nodes > 1 and trace.num_requests > 1 and not balance_only
-    settings = _settings(trace, topology, rows_per_rank, effort, draft=routable, balance_only=balance_only)
-    table = _place(trace, tree, settings, routed, seed)
+    table = _place(trace, tree, settings_for(trace, topology, wish, draft=routable), routed, seed)
     draft = Placement(epoch=0, num_ranks=topology.num_ranks, num_experts=trace.num_experts, physical_to_logical=table)
     if routable:
-        requests, ranks = route_homes(draft, topology, trace, max(16, int(HOME_PREFIX * _size_factor(trace))))
+        requests, ranks = route_homes(draft, topology, trace, max(16, int(HOME_PREFIX * size_factor(trace))))
         routed = homes_per_token(trace.request, requests, ranks)
-        settings = _settings(trace, topology, rows_per_rank, effort, draft=False, balance_only=balance_only)
-        table = _place(trace, tree, settings, routed, seed + 1)
+        table = _place(trace, tree, settings_for(trace, topology, wish, draft=False), routed, seed + 1)
         draft = replace(draft, physical_to_logical=table)
-    if current is None:
-        return draft
-    return match_labels(draft, current, topology)
+    placed = draft if current is None else match_labels(draft, current, topology, rows)
+    return level_shares(
+        placed, topology, trace, _both_homes(routed, topology, seed), sampled_tokens=sampled_tokens(trace)
+    )
+
+
+def _both_homes(routed: NDArray[np.int32], topology: Topology, seed: int) -> NDArray[np.int32]:
+    """Half of the tokens at home as routed, half at random: [T]."""
+    rng = np.random.default_rng(seed)
+    anywhere = rng.integers(0, topology.num_ranks, len(routed)).astype(np.int32)
+    return np.where(rng.random(len(routed)) < 0.5, routed, anywhere)
 
 
 def _check_current(current: Placement | None, trace: RoutingTrace) -> None:
@@ -81,60 +97,6 @@ def _check_current(current: Placement | None, trace: RoutingTrace) -> None:
             f"the trace is of another model: it has {trace.num_layers} layers x {trace.num_experts} experts, "
             f"the current placement {current.num_layers} x {current.num_experts}"
         )
-
-
-def _size_factor(trace: RoutingTrace) -> float:
-    """1 up to 768 experts in all layers, then falling, so that a plan of a large model stays a matter of seconds."""
-    return min(1.0, SMALL_MODEL / (trace.num_layers * trace.num_experts))
-
-
-def _sampled_tokens(trace: RoutingTrace) -> int:
-    """Tokens of each group (random homes, routed homes) that a plan looks at."""
-    return max(LEAST_SAMPLED, int(MOST_SAMPLED * _size_factor(trace)))
-
-
-def _settings(
-    trace: RoutingTrace, topology: Topology, rows_per_rank: int, effort: float, *, draft: bool, balance_only: bool
-) -> Settings:
-    """Search stages that fit the effort. A draft is made to draw homes from: it takes one short stage alone.
-
-    Visits grow with top_k and shrink with spare slots, balance does not: the price of imbalance goes with them.
-    """
-    slots, sampled = topology.num_ranks * rows_per_rank, _sampled_tokens(trace)
-    per_node = -(-slots // topology.num_nodes)
-    between = (
-        Stage(tokens=1000, proposals=600 * slots, hot=0.05, cold=0.005),
-        Stage(tokens=4000, proposals=150 * slots, hot=0.005),
-        Stage(tokens=sampled, proposals=600_000 * slots // sampled),
-    )
-    inside = (
-        Stage(tokens=2000, proposals=100 * per_node, hot=0.01, cold=0.001),
-        Stage(tokens=sampled, proposals=400_000 * per_node // sampled),
-    )
-    touched = 4 * trace.top_k / trace.num_experts
-    work = trace.num_layers * sum(
-        nodes * stage.proposals * (touched * stage.tokens / nodes + PROPOSAL_OVERHEAD)
-        for nodes, stages in ((1, between), (topology.num_nodes, inside))
-        for stage in stages
-    )
-    scale = min(1.0, effort * SERVICES * _size_factor(trace) / work) * (0.2 if draft else 1.0)
-    shorter = [
-        tuple(replace(stage, proposals=int(stage.proposals * scale)) for stage in stages)
-        for stages in (between, inside)
-    ]
-    price = trace.top_k * trace.num_experts / slots
-    return Settings(
-        rows_per_rank=rows_per_rank,
-        num_experts=trace.num_experts,
-        between=_priced(BETWEEN, price, balance_only),
-        inside=_priced(INSIDE, price, balance_only),
-        between_stages=shorter[0][: 1 if draft else 3],
-        inside_stages=() if draft else shorter[1],
-    )
-
-
-def _priced(costs: Costs, price: float, balance_only: bool) -> Costs:
-    return replace(costs, visit=0.0 if balance_only else costs.visit, balance=costs.balance * price)
 
 
 def _first_homes(trace: RoutingTrace, tree: Branch, topology: Topology, seed: int) -> NDArray[np.int32]:
@@ -156,7 +118,7 @@ def _place(
 ) -> NDArray[np.int32]:
     """The table [L, P]. Half of the sample has random homes, half routed ones, so that the plan serves both."""
     rng = np.random.default_rng(seed)
-    picks = [rng.permutation(trace.num_tokens)[: _sampled_tokens(trace)] for _ in range(2)]
+    picks = [rng.permutation(trace.num_tokens)[: sampled_tokens(trace)] for _ in range(2)]
     pick = np.concatenate(picks)
     mingle = rng.permutation(len(pick))
     home = np.concatenate([rng.integers(0, len(tree.ranks), len(picks[0])), routed[picks[1]]])[mingle]
@@ -175,10 +137,12 @@ def make_plan(
     trace: RoutingTrace,
     topology: Topology,
     *,
-    rows_per_rank: int,
+    rows_per_rank: int | Sequence[int],
     current: Placement | None = None,
     seed: int = 0,
     effort: float = 1.0,
+    balance_price: float = 1.0,
+    keep_groups: int = 0,
 ) -> Plan:
     """Fit on one part of the requests, score on the other: the plan and what it is expected to do.
 
@@ -186,13 +150,24 @@ def make_plan(
     `after`, `eplb`, all with random homes (or the recorded ones), and `after_routed_homes`; `trust`: nodes visited
     after over before, and over EPLB, with a 95% interval over requests; `says`: one sentence.
 
-    Raises as `plan_placement`, and TraceError where the trace has one request only.
+    Where ranks have unlike numbers of slots, EPLB and linear get as many on each as the mean, rounded down (up where
+    that would not hold the experts). Raises as `plan_placement`, and TraceError where the trace has one request only.
     """
     fit, held_out = trace.split_by_request()
-    placement = plan_placement(fit, topology, rows_per_rank=rows_per_rank, current=current, seed=seed, effort=effort)
-    linear = linear_placement(trace.num_layers, trace.num_experts, topology.num_ranks, rows_per_rank)
+    placement = plan_placement(
+        fit,
+        topology,
+        rows_per_rank=rows_per_rank,
+        current=current,
+        seed=seed,
+        effort=effort,
+        balance_price=balance_price,
+        keep_groups=keep_groups,
+    )
+    even_rows = max(int(np.mean(rows_per_rank)), -(-trace.num_experts // topology.num_ranks))
+    linear = linear_placement(trace.num_layers, trace.num_experts, topology.num_ranks, even_rows)
     before = current if current is not None and current.num_ranks == topology.num_ranks else linear
-    eplb = eplb_placement(count_load(fit)[0], topology.num_ranks, rows_per_rank)
+    eplb = eplb_placement(count_load(fit)[0], topology.num_ranks, even_rows)
     homes = homes_of(held_out, topology.num_ranks, seed)
     requests, ranks = route_homes(placement, topology, held_out, HOME_PREFIX)
     routed = homes_per_token(held_out.request, requests, ranks)

@@ -43,6 +43,7 @@ class _PlanModel(BaseModel):
     topology: dict[str, Any]
     physical_to_logical: list[list[int]]
     tiers: list[list[int]]
+    rank_weights: list[list[int]]
     measured: dict[str, Any]
 
 
@@ -55,6 +56,7 @@ def plan_to_json(plan: Plan) -> str:
         topology=plan.topology.to_dict(),
         physical_to_logical=plan.placement.physical_to_logical.tolist(),
         tiers=plan.placement.tiers.tolist(),
+        rank_weights=plan.placement.rank_weights.tolist(),
         measured=plan.measured,
     )
     return model.model_dump_json()
@@ -76,6 +78,7 @@ def plan_from_json(text: str, *, source: str) -> Plan:
             num_experts=model.num_experts,
             physical_to_logical=_table(model.physical_to_logical, np.int32),
             tiers=_table(model.tiers, np.uint8),
+            rank_weights=_weights(model.rank_weights),
         )
         return Plan(
             placement=placement,
@@ -90,6 +93,12 @@ def plan_from_json(text: str, *, source: str) -> Plan:
         raise
     except ValueError as error:
         raise PlacementError(f"{source}: not JSON: {error}") from error
+
+
+def _weights(rows: list[list[int]]) -> Any:
+    if not rows or len({len(row) for row in rows}) != 1:
+        raise PlacementError("'rank_weights' must be a table of one row a layer and one number a rank")
+    return _table(rows, np.uint16)
 
 
 def _table(rows: list[list[int]], dtype: type[np.integer[Any]]) -> Any:

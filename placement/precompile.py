@@ -42,7 +42,7 @@ def precompile() -> None:
     choose_ranks(
         np.zeros((1, 2), np.int64),
         np.zeros(1, np.int32),
-        current.copies_per_rank()[0],
+        current.weights_per_rank()[0],
         np.ascontiguousarray(topology.node_of_rank()),
     )
 

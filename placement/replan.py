@@ -1,15 +1,18 @@
-"""From a present placement: few moves, best first, each of which helps by itself; and the gate that may say no."""
+"""From a present placement: few moves, best first, each of which helps by itself."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.core import EMPTY, Placement
 from placement.cover import MOST_UNITS
+from placement.dispatch import choose_ranks
 from placement.errors import ConfigError, PlacementError
 from placement.evaluate import check_fit
 from placement.refine import Costs, Sample, Stage, refine_logged
@@ -57,13 +60,7 @@ def apply_changes(current: Placement, changes: tuple[Change, ...]) -> Placement:
     table = current.physical_to_logical.copy()
     for change in changes:
         table[change.layer, list(change.slots)] = change.experts
-    return Placement(
-        epoch=current.epoch + 1,
-        num_ranks=current.num_ranks,
-        num_experts=current.num_experts,
-        physical_to_logical=table,
-        tiers=current.tiers,
-    )
+    return replace(current, epoch=current.epoch + 1, physical_to_logical=table)
 
 
 def replan_within(
@@ -73,121 +70,131 @@ def replan_within(
     homes: NDArray[np.int32],
     *,
     most_copies: int,
+    rows_of_rank: NDArray[np.int64] | None = None,
     costs: Costs = REPLAN_COSTS,
     seed: int = 0,
 ) -> Replan:
     """Improve the current placement by at most most_copies expert copies, the most useful ones first.
 
-    homes [T]. A change is taken only if it lowers the objective by more than the pass's threshold; thresholds fall from
-    pass to pass over all layers, so what gains most comes first. Raises ConfigError for a negative budget or more than
-    64 ranks, PlacementError for a placement that does not fit.
+    homes [T]; rows_of_rank [R], where ranks have fewer slots than the table has rows. A change is taken only if it
+    lowers the objective by more than the pass's threshold; thresholds fall from pass to pass over all layers, so what
+    gains most comes first. On more than 64 ranks experts change places inside blocks of whole nodes with at most 64,
+    and what each block serves of an expert with copies in several is taken as given.
+    Raises ConfigError for a negative budget, PlacementError for a placement that does not fit.
     """
     check_fit(current, topology, trace)
     if most_copies < 0:
         raise ConfigError(f"the budget must be 0 copies or more, got {most_copies}")
-    if topology.num_ranks > MOST_UNITS:
-        raise ConfigError(f"a re-plan within a budget takes at most {MOST_UNITS} ranks, got {topology.num_ranks}")
     rng = np.random.default_rng(seed)
     pick = rng.permutation(trace.num_tokens)[:SAMPLED_TOKENS]
-    home = np.ascontiguousarray(homes[pick], np.int16)
+    home = np.ascontiguousarray(homes[pick], np.int32)
     rows = current.physical_to_logical.reshape(current.num_layers, current.num_ranks, -1).copy()
+    sizes = np.full(current.num_ranks, rows.shape[2], np.int64) if rows_of_rank is None else rows_of_rank
+    blocks = rank_blocks(topology.node_of_rank())
     changes: list[Change] = []
     left = most_copies
-    for number, threshold in enumerate(PASSES):
-        for layer in rng.permutation(current.num_layers):
+
+    def improve(layer: int, threshold: float, seed: int) -> list[Change]:
+        chosen = np.ascontiguousarray(trace.experts[pick, layer], np.int32)
+        return _improve_layer(
+            rows[layer], sizes, chosen, home, topology, blocks, layer, current, costs, threshold, seed
+        )
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for number, threshold in enumerate(PASSES):
             if left < 1:
                 break
-            sample = Sample(
-                chosen=trace.experts[pick, layer].astype(np.int16), home=home, group=np.zeros(len(pick), np.uint8)
-            )
-            found = _improve_layer(rows[layer], sample, topology, trace.num_experts, costs, threshold, seed + number)
-            taken = _within(found, int(layer), rows[layer], left)
-            changes += taken
-            left -= sum(change.num_copies for change in taken)
+            order = rng.permutation(current.num_layers).tolist()
+            found = pool.map(improve, order, itertools.repeat(threshold), itertools.repeat(seed + number))
+            for layer, wanted in zip(order, list(found), strict=True):
+                taken = _within(wanted, left)
+                for change in taken:
+                    rows[layer].reshape(-1)[list(change.slots)] = change.experts
+                changes += taken
+                left -= sum(change.num_copies for change in taken)
     return Replan(placement=apply_changes(current, tuple(changes)), changes=tuple(changes))
+
+
+def rank_blocks(node_of_rank: NDArray[np.int32]) -> list[NDArray[np.int64]]:
+    """The ranks in blocks of at most 64: whole nodes together where they fit, a larger node cut by itself."""
+    blocks: list[NDArray[np.int64]] = []
+    for node in range(int(node_of_rank[-1]) + 1):
+        ranks = np.flatnonzero(node_of_rank == node)
+        if blocks and len(blocks[-1]) + len(ranks) <= MOST_UNITS:
+            blocks[-1] = np.concatenate([blocks[-1], ranks])
+        else:
+            blocks += [ranks[first : first + MOST_UNITS] for first in range(0, len(ranks), MOST_UNITS)]
+    return blocks
 
 
 def _improve_layer(
     rows: NDArray[np.int32],
-    sample: Sample,
+    sizes: NDArray[np.int64],
+    chosen: NDArray[np.int32],
+    home: NDArray[np.int32],
     topology: Topology,
-    num_experts: int,
+    blocks: list[NDArray[np.int64]],
+    layer: int,
+    current: Placement,
     costs: Costs,
     threshold: float,
     seed: int,
-) -> NDArray[np.int64]:
-    """Changes [n, 5] of `refine_logged` that each gain more than threshold."""
-    num_ranks, width = rows.shape
-    stage = Stage(tokens=SAMPLED_TOKENS, proposals=20 * rows.size, hot=-threshold, cold=-threshold, steady=True)
-    share, sizes = np.full(num_ranks, 1 / num_ranks), np.full(num_ranks, width)
-    _, log = refine_logged(rows, sizes, share, sample, num_experts, costs, stage, seed, topology.node_of_rank())
-    return log
+) -> list[Change]:
+    """Changes of one layer that each gain more than threshold, in order, block after block."""
+    node_of_rank = topology.node_of_rank()
+    width, num_experts = rows.shape[1], current.num_experts
+    served = np.zeros_like(chosen)
+    if len(blocks) > 1:
+        held = np.zeros((len(rows), num_experts), np.uint16)
+        rank, row = np.nonzero(rows != EMPTY)
+        held[rank, rows[rank, row]] = current.rank_weights[layer, rank]
+        served = choose_ranks(chosen, home, held, node_of_rank)
+    found: list[Change] = []
+    for ranks in blocks:
+        here = np.isin(served, ranks) if len(blocks) > 1 else np.ones(chosen.shape, bool)
+        tokens = np.flatnonzero(here.any(axis=1))
+        local = np.full(len(rows), -1, np.int16)
+        local[ranks] = np.arange(len(ranks))
+        sample = Sample(
+            chosen=np.where(here[tokens], chosen[tokens], -1).astype(np.int16),
+            home=local[home[tokens]],
+            group=np.zeros(len(tokens), np.uint8),
+        )
+        stage = Stage(
+            tokens=SAMPLED_TOKENS, proposals=20 * len(ranks) * width, hot=-threshold, cold=-threshold, steady=True
+        )
+        share = np.full(len(ranks), 1 / len(ranks))
+        nodes = np.unique(node_of_rank[ranks], return_inverse=True)[1].astype(np.int32)
+        mine = rows[ranks]
+        _, log = refine_logged(mine, sizes[ranks], share, sample, num_experts, costs, stage, seed, nodes)
+        found += _changes_of(log, layer, mine, ranks)
+    return found
 
 
-def _within(log: NDArray[np.int64], layer: int, rows: NDArray[np.int32], left: int) -> list[Change]:
-    """The first changes that fit into what is left of the budget; rows [R, C] is brought up to date."""
-    taken = []
-    width = rows.shape[1]
+def _changes_of(log: NDArray[np.int64], layer: int, rows: NDArray[np.int32], ranks: NDArray[np.int64]) -> list[Change]:
+    """The log of a search over a block's rows [r, C] as changes of physical slots."""
+    now, width, changes = rows.copy(), rows.shape[1], []
     for one, row, two, other, swap in log.tolist():
-        slots, experts = [one * width + row], [int(rows[two, other])]
+        slots, experts = [int(ranks[one]) * width + row], [int(now[two, other])]
+        before = int(now[one, row])
+        now[one, row] = experts[0]
         if swap:
-            slots.append(two * width + other)
-            experts.append(int(rows[one, row]))
-        change = Change(layer=layer, slots=tuple(slots), experts=tuple(experts))
+            slots.append(int(ranks[two]) * width + other)
+            experts.append(before)
+            now[two, other] = before
+        changes.append(Change(layer=layer, slots=tuple(slots), experts=tuple(experts)))
+    return changes
+
+
+def _within(wanted: list[Change], left: int) -> list[Change]:
+    """The first changes that fit into what is left of the budget."""
+    taken = []
+    for change in wanted:
         if change.num_copies > left:
             break
-        rows.reshape(-1)[slots] = experts
         taken.append(change)
         left -= change.num_copies
     return taken
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Whether a change is worth it: seconds saved over the horizon against seconds that the moves cost."""
-
-    worth_it: bool
-    saved_s: float
-    moving_s: float
-    reason: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "worth_it": self.worth_it,
-            "saved_s": self.saved_s,
-            "moving_s": self.moving_s,
-            "reason": self.reason,
-        }
-
-
-def weigh(
-    *,
-    step_before_s: float,
-    step_after_s: float,
-    steps_in_horizon: float,
-    num_copies: int,
-    expert_bytes: float,
-    copy_bandwidth: float,
-    slowdown: float = 1.0,
-) -> Verdict:
-    """The gate. step_..._s: modelled step times; copy_bandwidth: bytes/s at which weights move in all.
-
-    slowdown: the share of serving time lost while weights move (1: serving stands still). Raises ConfigError where the
-    horizon, the bytes or the bandwidth make no sense.
-    """
-    if steps_in_horizon < 0 or copy_bandwidth <= 0 or expert_bytes < 0:
-        raise ConfigError(
-            f"the gate needs steps >= 0, bytes >= 0 and a bandwidth above 0; got {steps_in_horizon}, {expert_bytes}, "
-            f"{copy_bandwidth}"
-        )
-    saved = (step_before_s - step_after_s) * steps_in_horizon
-    moving = num_copies * expert_bytes / copy_bandwidth * slowdown
-    if num_copies == 0:
-        return Verdict(worth_it=False, saved_s=saved, moving_s=0.0, reason="nothing would move")
-    if saved <= 0:
-        return Verdict(worth_it=False, saved_s=saved, moving_s=moving, reason="no step would be faster")
-    reason = f"{saved:.3g} s saved over the horizon, {moving:.3g} s to move {num_copies} experts"
-    return Verdict(worth_it=saved > moving, saved_s=saved, moving_s=moving, reason=reason)
 
 
 def num_copies_between(current: Placement, target: Placement) -> int:

@@ -130,7 +130,7 @@ def _count_layer(
         seen = np.zeros(holds.shape, np.bool_)
         own = slice(bounds[step], bounds[step + 1])
         pairs[step], read[step] = count_step(
-            chosen[own], home[own], table, count, groups, node_level, scratch, sent, got, seen
+            chosen[own], home[own], holds, table, count, groups, node_level, scratch, sent, got, seen
         )
         if len(room):
             _count_misses(seen, pinned, used, room, clock, ignored if turn < 0 else missed[step])
@@ -160,7 +160,7 @@ def count_steps(
     shape = (num_layers, steps.num_steps, num_ranks)
     pairs, read, missed = (np.zeros(shape, np.int32) for _ in range(3))
     vectors, busiest = (np.zeros((num_layers, steps.num_steps, len(topology.levels)), np.int64) for _ in range(2))
-    holds, pinned = placement.copies_per_rank(), _pinned(placement)
+    holds, pinned = placement.weights_per_rank(), _pinned(placement)
     room = _room(pinned, gpu_slots)
     home = np.ascontiguousarray(homes[steps.index], np.int32)
     warm_up = warm_up and gpu_slots != ALL_RESIDENT

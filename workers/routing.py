@@ -12,7 +12,9 @@ from workers.traffic import TrafficCounters
 
 
 class RoutingTable:
-    """holds [L, R, E] uint8 of the epoch in force, switched as a whole at a step boundary.
+    """holds [L, R, E] uint16, a rank's weight where it holds an expert, of the epoch in force.
+
+    It is switched as a whole at a step boundary.
 
     layers_done counts the exchanges that this rank has joined in the step under way, so that a rank whose own forward
     fails half-way can still join the rest.
@@ -44,7 +46,7 @@ class RoutingTable:
         """Serve another placement from the next step on."""
         self.placement = placement
         self.epoch = placement.epoch
-        self.holds: NDArray[np.uint8] = placement.copies_per_rank()
+        self.holds: NDArray[np.uint16] = placement.weights_per_rank()
 
     def begin_step(self) -> None:
         self.layers_done = 0

@@ -52,7 +52,7 @@ def cache_curve(placement: Placement, topology: Topology, trace: RoutingTrace) -
     kept = step < MAX_STEPS
     trace, step = trace.select(kept), step[kept]
     homes = homes_of(trace, topology.num_ranks)
-    holds = placement.copies_per_rank()
+    holds = placement.weights_per_rank()
     layers = evenly(trace.num_layers, 6)
     ranks = evenly(topology.num_ranks, max(1, MAX_ARENAS // len(layers)))
     slots = np.array([size + 1 for size in evenly(placement.rows_per_rank, MAX_SIZES)])

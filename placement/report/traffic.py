@@ -50,7 +50,7 @@ def count_traffic(
     """
     check_fit(placement, topology, trace)
     homes = homes_of(trace, topology.num_ranks)
-    holds = placement.copies_per_rank()
+    holds = placement.weights_per_rank()
     load = np.zeros(topology.num_ranks)
     arrivals = tuple(np.zeros(int(groups[-1]) + 1) for groups in topology.groups)
     crossed = np.zeros(len(topology.levels))

@@ -38,6 +38,7 @@ from placement.homes import homes_of, homes_per_token, route_homes
 from placement.plan import plan_placement
 from placement.relevel import relevel
 from placement.replan import num_copies_between
+from placement.shares import load_per_rank
 from placement.topology import Link, Topology, load_topology
 from placement.trace import RoutingTrace, load_trace
 
@@ -129,8 +130,7 @@ def other_domains(traces: Path, name: str) -> list[Row]:
 
 
 def load_balance(placement: Placement, load: Any) -> float:
-    copies = placement.copies_per_rank()
-    return max_over_mean((copies * (load / copies.sum(axis=1))[:, None, :]).sum(axis=2))
+    return max_over_mean(load_per_rank(placement, load))
 
 
 def churn(traces: Path) -> list[Row]:

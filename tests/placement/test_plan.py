@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from placement.core import EMPTY, Placement
 from placement.errors import PlacementError, TraceError
@@ -96,11 +97,60 @@ def test_a_plan_says_what_it_was_fitted_and_judged_on_and_survives_its_file(tmp_
     read = plan_from_json(plan_to_json(plan), source="memory")
     assert read.measured == json.loads(json.dumps(plan.measured))
     assert np.array_equal(read.placement.physical_to_logical, plan.placement.physical_to_logical)
+    assert np.array_equal(read.placement.rank_weights, plan.placement.rank_weights)
 
 
 def test_one_request_alone_cannot_be_judged() -> None:
     with pytest.raises(TraceError, match="one request"):
         make_plan(make_trace(num_requests=1), load_topology("2x2"), rows_per_rank=2)
+
+
+def test_ranks_with_unlike_numbers_of_slots_get_no_more_than_they_have() -> None:
+    trace, topology = make_trace(), load_topology("2x2")
+    placement = plan_placement(trace, topology, rows_per_rank=[4, 3, 2, 1])
+    rows = placement.physical_to_logical.reshape(trace.num_layers, 4, 4)
+    for rank, most in enumerate([4, 3, 2, 1]):
+        assert (rows[:, rank, most:] == EMPTY).all()
+        assert (rows[:, rank, :most] != EMPTY).all()
+
+
+def test_unlike_ranks_keep_their_own_numbers_of_slots_when_planned_again() -> None:
+    trace, topology = make_trace(), load_topology("2x2")
+    first = plan_placement(trace, topology, rows_per_rank=[1, 4, 3, 2])
+    again = plan_placement(make_trace(seed=9), topology, rows_per_rank=[1, 4, 3, 2], current=first)
+    filled = (again.physical_to_logical.reshape(trace.num_layers, 4, 4) != EMPTY).sum(axis=2)
+    assert (filled == [1, 4, 3, 2]).all()
+
+
+def test_unlike_numbers_of_slots_that_do_not_fit_the_ranks_are_refused() -> None:
+    with pytest.raises(PlacementError, match=r"4 numbers from 1 up, got \[4, 4\]"):
+        plan_placement(make_trace(), load_topology("2x2"), rows_per_rank=[4, 4])
+    with pytest.raises(PlacementError, match="7 slots on 4 ranks hold no 8 experts"):
+        plan_placement(make_trace(), load_topology("2x2"), rows_per_rank=[4, 1, 1, 1])
+
+
+@given(shapes(), st.sampled_from([2, 3, 4]))
+@settings(max_examples=30, deadline=None)
+def test_groups_kept_together_lie_whole_on_a_node(case: tuple, num_groups: int) -> None:
+    trace, topology, rows, seed = case
+    try:
+        placement = plan_placement(trace, topology, rows_per_rank=rows, seed=seed, keep_groups=num_groups, effort=0.1)
+    except PlacementError as error:
+        assert "groups" in str(error)
+        return
+    width = trace.num_experts // num_groups
+    for layer in placement.copies_per_rank():
+        for node in range(topology.num_nodes):
+            held = layer[topology.node_of_rank() == node].sum(axis=0) > 0
+            parts = held.reshape(num_groups, width).sum(axis=1)
+            assert set(parts.tolist()) <= {0, width}
+
+
+def test_groups_that_do_not_divide_the_experts_or_fit_the_nodes_are_refused() -> None:
+    with pytest.raises(PlacementError, match="8 experts do not divide into 3 groups"):
+        plan_placement(make_trace(), load_topology("2x2"), rows_per_rank=2, keep_groups=3)
+    with pytest.raises(PlacementError, match=r"2 groups of 4 experts do not fit whole on 4 nodes"):
+        plan_placement(make_trace(), load_topology("4x1"), rows_per_rank=2, keep_groups=2)
 
 
 @pytest.mark.long

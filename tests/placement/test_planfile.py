@@ -37,6 +37,7 @@ def test_a_plan_file_has_the_keys_that_others_read() -> None:
         "topology",
         "physical_to_logical",
         "tiers",
+        "rank_weights",
         "measured",
     }
 
@@ -51,7 +52,11 @@ def test_a_plan_file_has_the_keys_that_others_read() -> None:
         ({"num_experts": 10**12}, "1000000000000 experts need at least as many slots per layer, but there are 4"),
         ({"extra": 1}, "key 'extra': Extra inputs"),
         ({"num_ranks": 3}, "do not divide by 3 ranks"),
-        ({"num_ranks": 2}, "topology '2x2' has 4"),
+        ({"num_ranks": 2, "rank_weights": [[1, 1], [1, 1]]}, "topology '2x2' has 4"),
+        ({"rank_weights": [[1, 1, 1, 1]]}, "rank_weights must be (2, 4) values from 1 to 65535"),
+        ({"rank_weights": [[1, 1, 1, 0], [1, 1, 1, 1]]}, "rank_weights must be (2, 4) values from 1 to 65535"),
+        ({"rank_weights": [[1, 1, 1, 65536], [1, 1, 1, 1]]}, "a value does not fit"),
+        ({"rank_weights": [[1, 1], [1]]}, "'rank_weights' must be a table"),
         ({"physical_to_logical": [[0, 1, 2, 3], [3, 2, 1]]}, "must be tables of one shape"),
         ({"physical_to_logical": [[0, 1, 2, 10**12], [3, 2, 1, 0]]}, "a value does not fit"),
         ({"physical_to_logical": [[0, 1, 2, 1.5], [3, 2, 1, 0]]}, "key 'physical_to_logical.0.3'"),

@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 
 from placement.baselines import balance_placement, linear_placement
+from placement.core import EMPTY
 from placement.errors import ConfigError, TraceError
 from placement.evaluate import evaluate, max_over_mean
+from placement.gate import weigh
 from placement.homes import homes_of
+from placement.plan import plan_placement
 from placement.relevel import relevel
-from placement.replan import apply_changes, num_copies_between, replan_within, weigh
+from placement.replan import apply_changes, num_copies_between, rank_blocks, replan_within
+from placement.shares import load_per_rank
 from placement.topology import load_topology
 from tests.placement.planner_cases import make_trace
 
@@ -40,6 +44,30 @@ def test_every_prefix_is_a_valid_placement_and_no_worse_than_before() -> None:
     assert costs[-1] < costs[0] - 0.1
 
 
+def test_more_than_64_ranks_are_replanned_in_blocks_of_whole_nodes() -> None:
+    cluster, trace = load_topology("20x4"), make_trace(num_tokens=3000, num_experts=80, top_k=4, num_requests=60)
+    assert [len(block) for block in rank_blocks(cluster.node_of_rank())] == [64, 16]
+    current, homes = linear_placement(2, 80, 80, 1), homes_of(trace, 80)
+    found = replan_within(current, cluster, trace, homes, most_copies=60)
+    before, after = (evaluate(one, cluster, trace, homes) for one in (current, found.placement))
+    assert 0 < found.num_copies <= 60
+    assert after.nodes_visited + 4 * after.load_max_over_mean < before.nodes_visited + 4 * before.load_max_over_mean
+
+
+def test_a_node_of_more_than_64_ranks_is_a_matter_of_blocks_too() -> None:
+    assert [len(block) for block in rank_blocks(np.repeat(np.arange(2), 72))] == [64, 8, 64, 8]
+
+
+def test_rows_that_a_rank_does_not_have_stay_empty() -> None:
+    sizes = np.array([5, 5, 5, 2])
+    current = plan_placement(TRACE, CLUSTER, rows_per_rank=sizes.tolist(), effort=0.1)
+    found = replan_within(current, CLUSTER, TRACE, HOMES, most_copies=40, rows_of_rank=sizes)
+    load = np.random.default_rng(0).gamma(1.0, 100.0, (2, 16))
+    levelled = relevel(current, load, most_copies=10, rows_of_rank=sizes)
+    for placement in (found.placement, levelled):
+        assert (placement.physical_to_logical.reshape(2, 4, 5)[:, 3, 2:] == EMPTY).all()
+
+
 def test_a_negative_budget_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 copies or more, got -1"):
         replan_within(linear_placement(2, 16, 4, 4), CLUSTER, TRACE, HOMES, most_copies=-1)
@@ -62,8 +90,7 @@ def test_the_gate_weighs_the_saving_against_the_moves(after: float, copies: int,
 
 
 def balance(placement, load) -> float:  # type: ignore[no-untyped-def]
-    copies = placement.copies_per_rank()
-    return max_over_mean((copies * (load / copies.sum(axis=1))[:, None, :]).sum(axis=2))
+    return max_over_mean(load_per_rank(placement, load))
 
 
 def test_the_fast_loop_levels_a_changed_load_with_few_copies() -> None:
