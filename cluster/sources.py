@@ -10,7 +10,7 @@ from typing import TypeVar
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from cluster.terminal import LOG
-from cluster.torch_files import read_pt
+from cluster.torch_files import forget_pages, read_pt
 from placement.counts import Counts
 from placement.errors import ConfigError, TraceError
 from placement.interchange.assemble import assemble, gather
@@ -134,7 +134,7 @@ def _pieces(source: Source, hints: Hints, notes: Notes) -> Iterator[Piece]:
     if source.form is Form.MEGATRON:
         return router_pieces(source.files, notes)
     assert source.form is Form.SGLANG
-    return token_pieces(source.files, read_pt, notes)
+    return token_pieces(source.files, read_pt, notes, forget_pages)
 
 
 def with_progress(items: Iterator[Item], notes: Notes, num_bytes: int) -> Iterator[Item]:

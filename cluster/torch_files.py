@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import pickle
 import struct
 import warnings
@@ -13,6 +15,8 @@ import numpy as np
 
 from placement.errors import TraceError
 
+MADV_PAGEOUT = 21
+_LIBC = ctypes.CDLL(None)
 _UNREADABLE = (
     *(OSError, EOFError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError),
     *(MemoryError, struct.error, zipfile.BadZipFile),
@@ -36,6 +40,21 @@ def read_pt(path: Path) -> Any:
         ) from error
     except _UNREADABLE as error:
         raise TraceError(f"{path}: not a readable .pt file: {_short(error)}") from error
+
+
+def forget_pages(record: dict[str, Any]) -> None:
+    """Let the system take back the memory of a record's arrays, which were mapped from a file and are done with.
+
+    Reading a mapped file of any size would else fill memory with it. The advice harms nothing: what is read again is
+    fetched again, and a system that does not know it ignores it.
+    """
+    for array in record.values():
+        if not isinstance(array, np.ndarray):
+            continue
+        first = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_PAGEOUT)
 
 
 def _short(error: Exception) -> str:

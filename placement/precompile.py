@@ -13,6 +13,7 @@ from placement.cache.score import score_policies
 from placement.comparing import Serving, assess
 from placement.costs import ModelSizes
 from placement.dispatch import choose_ranks
+from placement.interchange.tables import parse_table
 from placement.plan import make_plan
 from placement.report import make_report
 from placement.topology import load_topology
@@ -39,6 +40,7 @@ def precompile() -> None:
     make_report(plan, trace, before=current)
     assess(current, topology, trace, trace.source_rank, Serving(sizes=ModelSizes(), gpu_share=0.5))
     list(score_policies(trace, shares=[0.5], batches=[1]))
+    parse_table(b"[[1,2]]")
     choose_ranks(
         np.zeros((1, 2), np.int64),
         np.zeros(1, np.int32),

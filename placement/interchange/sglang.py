@@ -23,6 +23,7 @@ from placement.layers import ModelLayers
 from placement.trace import DECODE, PREFILL
 
 ReadDump = Callable[[Path], Any]
+ForgetRecord = Callable[[dict[str, Any]], None]
 EXTEND = 1
 SAME_TOKENS = "tokens that another rank recorded too (attention is not data-parallel)"
 NO_TOKENS = "records without tokens"
@@ -99,8 +100,13 @@ def _pass_load(dump: dict[str, Any], path: Path, notes: Notes) -> NDArray[np.flo
     return load
 
 
-def token_pieces(files: tuple[Path, ...], read: ReadDump, notes: Notes) -> Iterator[Piece]:
-    """per_token dumps of all ranks, a record at a time, with logical ids and recovered sequences."""
+def token_pieces(
+    files: tuple[Path, ...], read: ReadDump, notes: Notes, forget: ForgetRecord = lambda record: None
+) -> Iterator[Piece]:
+    """per_token dumps of all ranks, a record at a time, with logical ids and recovered sequences.
+
+    forget is told of each record that is done with, so that a mapped file need not stay in memory.
+    """
     notes.assume("each file's records were made under its last placement")
     sequences = Sequences()
     seen: set[tuple[Any, int]] = set()
@@ -120,6 +126,7 @@ def token_pieces(files: tuple[Path, ...], read: ReadDump, notes: Notes) -> Itera
             if piece is None:
                 notes.drop(NO_TOKENS, 1, where)
                 continue
+            forget(record)
             print_of = (record.get("forward_pass_id"), _fingerprint(piece))
             if print_of in seen:
                 notes.tokens_seen += len(piece.experts)

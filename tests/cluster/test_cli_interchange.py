@@ -93,6 +93,14 @@ def test_import_writes_a_trace_that_reads_back_the_same_and_says_what_it_lacks(d
     assert direct.layers == again.layers
 
 
+def test_a_trace_that_is_imported_again_is_the_same_to_the_byte(tmp_path: Path) -> None:
+    source = own_npz(tmp_path / "t.npz", routing(50))
+    for origin, out in ((source, "a"), (tmp_path / "a", "b")):
+        assert here("import", str(origin), "--out", str(tmp_path / out)).returncode == 0
+    name = "part-00000000.safetensors"
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
 def test_import_of_counts_keeps_them_and_their_layers(tmp_path: Path) -> None:
     count = np.zeros((2, 4, 8), np.int32)
     count[:, 1:] = np.arange(8) + 1

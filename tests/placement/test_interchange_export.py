@@ -57,6 +57,22 @@ def test_ascend_gets_its_devices_of_every_moe_layer() -> None:
         assert [e for device in layer["device_list"] for e in device["device_expert"]] == row.tolist()
 
 
+def test_what_is_written_is_the_same_to_the_byte_each_time() -> None:
+    table = np.array([[0, 1, 1, 0]], np.int32)
+    small = Placement(epoch=0, num_ranks=2, num_experts=2, physical_to_logical=table)
+    layers = ModelLayers(moe=(1,), num_hidden=2)
+    assert export_placement(small, layers, Engine.SGLANG) == (
+        b'{"physical_to_logical_map": [[0, 1, 0, 1], [0, 1, 1, 0]]}\n'
+    )
+    assert export_placement(small, layers, Engine.TENSORRT) == (
+        b"num_slots: 4\ninitial_global_assignments:\n  1: [0, 1, 1, 0]\nlayer_updates_per_iter: 0\n"
+    )
+    assert export_placement(small, layers, Engine.ASCEND) == (
+        b'{"moe_layer_count": 1, "layer_list": [{"layer_id": 0, "device_count": 2, "device_list": '
+        b'[{"device_id": 0, "device_expert": [0, 1]}, {"device_id": 1, "device_expert": [1, 0]}]}]}\n'
+    )
+
+
 def test_vllm_gets_what_its_policy_would_return_empty_slots_and_all() -> None:
     table = np.load(io.BytesIO(export_placement(_with_empty(), all_moe(1), Engine.VLLM)), allow_pickle=False)
     assert table.dtype == np.int64

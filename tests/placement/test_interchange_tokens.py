@@ -12,6 +12,7 @@ import pytest
 from cluster.sources import open_source, read_source, read_trace
 from placement.counts import Counts
 from placement.errors import TraceError
+from placement.interchange.assemble import gather
 from placement.interchange.pieces import Hints
 from placement.trace import RoutingTrace
 from tests.placement.foreign import (
@@ -173,6 +174,17 @@ def test_sampling_keeps_whole_requests(tmp_path: Path) -> None:
     assert trace.sampling_rate == 0.3
     assert np.unique(trace.request, return_counts=True)[1].tolist() == [4] * trace.num_requests
     assert 15 <= trace.num_requests <= 45
+
+
+def test_a_source_beyond_the_memory_that_is_given_is_thinned_by_whole_requests(tmp_path: Path) -> None:
+    opened = open_source(str(own_npz(tmp_path / "t.npz", routing(4000))), Hints())
+    (whole,) = opened.chunks()
+    parts = [whole.select(np.arange(start, start + 400)) for start in range(0, 4000, 400)]
+    kept = gather(parts, opened.notes, most_bytes=40_000)
+    assert kept.sampling_rate in (0.5, 0.25, 0.125)
+    assert 0.7 < kept.num_requests / (1000 * kept.sampling_rate) < 1.4
+    assert np.unique(kept.request, return_counts=True)[1].tolist() == [4] * kept.num_requests
+    assert any("of the requests are enough" in line for line in opened.notes.sentences())
 
 
 def test_own_arrays_come_back_as_they_are(tmp_path: Path) -> None:
