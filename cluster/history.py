@@ -23,7 +23,7 @@ FORMING, PLANNED, COPYING, PREPARED, COMMITTING, SERVING, DONE = (
     "done",
 )
 ABORTED, LEFT = "aborted", "left"
-MEASURED = "measured"
+MEASURED, DRIFT = "measured", "drift"
 UNFINISHED = (FORMING, PLANNED, COPYING, PREPARED, COMMITTING, SERVING)
 
 _SCHEMA = """
@@ -126,11 +126,11 @@ class History:
     def path(self) -> Path:
         return self._path
 
-    def measured(self, epoch: int, effect: dict[str, Any]) -> None:
-        """Note what a plan did, in place of what was noted before; its state stays as it is."""
+    def note(self, epoch: int, what: str, detail: dict[str, Any]) -> None:
+        """Note what was MEASURED of a plan, or the last DRIFT, in place of what was noted before; its state stays."""
         with self._connection() as connection:
-            connection.execute("DELETE FROM events WHERE epoch = ? AND state = ?", (epoch, MEASURED))
-            _insert_event(connection, epoch, MEASURED, effect)
+            connection.execute("DELETE FROM events WHERE epoch = ? AND state = ?", (epoch, what))
+            _insert_event(connection, epoch, what, detail)
 
     def mark_of(self, epoch: int) -> dict[str, int] | None:
         """Where the trace ended when a plan came to serve; None where that was not noted."""

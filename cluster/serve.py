@@ -12,9 +12,10 @@ from typing import Any, TextIO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, history_path
 from cluster.fleet import Fleet, Generation
 from cluster.local_ray import Contact, joined_cluster, local_cluster, write_contact
+from cluster.meter import Meter
 from cluster.rundir import held
 from cluster.terminal import LOG, Notes
 from cluster.text import load_tokenizer
@@ -51,6 +52,7 @@ def run_serve(config: ClusterConfig, requests: int, answers: TextIO) -> None:
         LOG.status("starting ...") as status,
         nullcontext(Notes(status)) as notes,
         Fleet(config, note=notes, failed=inbox.put) as fleet,
+        Meter(fleet.status, history_path(config)),
     ):
         path = write_contact(config.run_dir, contact)
         try:

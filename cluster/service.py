@@ -223,7 +223,9 @@ class PlacementService:
         with self._planning:
             self._on_all("flush_trace")
             self._note_effect()
-            return check_drift(self._traffic, self.history.last_mark(), self._seed)
+            check = check_drift(self._traffic, self.history.last_mark(), self._seed)
+            self.history.note(self.current.placement.epoch, states.DRIFT, check.to_dict())
+            return check
 
     def _recorded(self) -> RoutingTrace:
         self._on_all("flush_trace")
@@ -343,7 +345,7 @@ class PlacementService:
             base = self.history.base_of(epoch)
             trace = self._as_ranks(self._traffic.recent(self.history.mark_of(epoch)))
             before = None if base is None else self.history.plan(base).placement
-            self.history.measured(epoch, measure_effect(self.current, before, trace))
+            self.history.note(epoch, states.MEASURED, measure_effect(self.current, before, trace))
         except TraceError:
             return
         except ConfigError as error:

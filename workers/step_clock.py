@@ -28,10 +28,11 @@ class StepSeconds:
 
 
 class StepClock:
-    """begin, layer and end run on the serving thread; recent from any."""
+    """begin, layer and end run on the serving thread; recent from any. total_s: of all steps so far."""
 
     def __init__(self) -> None:
         self._kept: deque[StepSeconds] = deque(maxlen=STEPS_KEPT)
+        self.total_s = 0.0
         self.begin()
 
     def begin(self) -> None:
@@ -54,6 +55,7 @@ class StepClock:
                 combine_s=self._combine_s,
             )
         )
+        self.total_s += self._kept[-1].total_s
 
     def recent(self) -> list[StepSeconds]:
         """The last steps, oldest first; 4,096 of them at most."""

@@ -44,7 +44,10 @@ WORTH_A_LOOK_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """What a rank says of itself: the epoch it serves, sizes, and counters since it started."""
+    """What a rank says of itself: the epoch it serves, sizes, and counters since it started.
+
+    tokens: that went through the model here; step_s: time of all steps; traffic: see `TrafficCounters`.
+    """
 
     rank: int
     epoch: int
@@ -57,6 +60,8 @@ class WorkerStatus:
     cache: dict[str, float]
     recorder: dict[str, float]
     traffic: dict[str, float]
+    tokens: int = 0
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +127,7 @@ class ExpertWorker:
             model=options.model.name,
         )
         self._clock = StepClock()
+        self._tokens = 0
         self._router = EventRouter()
         self._store: Any = None
         self._peers: Peers | None = None
@@ -356,6 +362,7 @@ class ExpertWorker:
         self._clock.begin()
         self._parallel.table.begin_step()
         lengths = [entry.query_length for entry in batch]
+        self._tokens += sum(lengths)
         requests = [request_number(request_of(entry.state.request_id)) for entry in batch]
         phases = [PREFILL if length > 1 else DECODE for length in lengths]
         tokens = StepTokens(
@@ -416,6 +423,8 @@ class ExpertWorker:
             cache={name: getattr(cache.counters, name) for name in type(cache.counters).__slots__},
             recorder={name: getattr(recorder, name) for name in type(recorder).__slots__},
             traffic=asdict(self._parallel.table.traffic),
+            tokens=self._tokens,
+            step_s=self._clock.total_s,
         )
 
     def recent_steps(self) -> list[StepSeconds]:

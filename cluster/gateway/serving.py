@@ -6,11 +6,12 @@ import queue
 from contextlib import nullcontext
 
 from cluster.actors import start_relay
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, history_path
 from cluster.fleet import Fleet
 from cluster.gateway.deploy import Address, check_address, gateway, gateway_settings
 from cluster.gateway.front import Front, Inbox
 from cluster.local_ray import write_contact
+from cluster.meter import Meter
 from cluster.rundir import held
 from cluster.serve import open_ray
 from cluster.terminal import LOG, Notes
@@ -29,6 +30,7 @@ def run_gateway(config: ClusterConfig, address: Address) -> None:
         LOG.status("starting ...") as status,
         nullcontext(Notes(status)) as notes,
         Fleet(config, note=notes, failed=inbox.put) as fleet,
+        Meter(fleet.status, history_path(config)),
     ):
         status.update("starting the gateway ...")
         relay = start_relay(max_requests=config.gateway.max_requests, max_tokens=config.gateway.max_tokens)
