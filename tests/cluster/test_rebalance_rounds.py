@@ -205,7 +205,7 @@ def test_the_history_tells_what_was_promised_moved_and_measured(folder: Path) ->
     assert second["predicted"]["after"]["nodes_visited"] < second["predicted"]["before"]["nodes_visited"]
     assert second["migration"]["moves"] > 0
     assert second["measured"]["after_over_before"]["ratio"] < 1
-    assert [event["state"] for event in second["events"]][-3:] == ["serving", "done", "measured"]
+    assert [event["state"] for event in second["events"]][-4:] == ["serving", "done", "measured", "drift"]
     out = folder / "p.json"
     shown = _moetis("history", "--config", _config(folder), "--epoch", "1", "--plan-out", str(out))
     assert "committing" in shown.stdout
