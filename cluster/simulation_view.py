@@ -64,8 +64,8 @@ def memory_rows(found: Simulated) -> list[dict[str, Any]]:
     """How much memory buys how much: each planner's points by memory, against its first of the same case."""
     rows = []
     first: dict[tuple[Any, ...], Point] = {}
-    for point in sorted(found.points, key=lambda point: point.expert_gb):
-        case = (point.phase, point.planner, point.tokens_per_gpu, point.nic_gb_s)
+    for point in sorted(found.points, key=lambda point: (_case(point), point.expert_gb)):
+        case = _case(point)
         base = first.setdefault(case, point)
         traffic = point.node_kb_per_token / base.node_kb_per_token if base.node_kb_per_token else None
         rows.append(
@@ -82,6 +82,10 @@ def memory_rows(found: Simulated) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _case(point: Point) -> tuple[str, str, int, float]:
+    return point.phase, point.planner, point.tokens_per_gpu, point.nic_gb_s
 
 
 def memory_table(found: Simulated) -> Table:
@@ -188,9 +192,9 @@ def _scatter(
     found: Simulated, title: str, x: str, y: str, x_field: str, y_field: str, factor: float = 1.0
 ) -> go.Figure:
     figure = go.Figure()
-    kinds = dict.fromkeys((point.phase, point.planner, point.tokens_per_gpu, point.nic_gb_s) for point in found.points)
+    kinds = dict.fromkeys(_case(point) for point in found.points)
     for number, kind in enumerate(kinds):
-        own = [p for p in found.points if (p.phase, p.planner, p.tokens_per_gpu, p.nic_gb_s) == kind]
+        own = [point for point in found.points if _case(point) == kind]
         phase, planner, batch, nic = kind
         figure.add_scatter(
             x=[getattr(point, x_field) for point in own],

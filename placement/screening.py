@@ -13,7 +13,7 @@ from placement.baselines import eplb_placement, linear_placement
 from placement.comparing import Assessment, PhaseCost, Serving, assess
 from placement.core import Placement
 from placement.graph import count_load
-from placement.homes import homes_of, homes_per_token, route_homes
+from placement.homes import homes_of, homes_per_token, random_homes, route_homes
 from placement.intervals import Interval
 from placement.plan import HOME_PREFIX, plan_placement
 from placement.scaleout import sample_layers
@@ -108,7 +108,7 @@ def _gains(
 ) -> list[Gain]:
     load = count_load(fit)[0]
     plan = plan_placement(fit, topology, rows_per_rank=rows, seed=serving.seed, effort=EFFORT)
-    homes = homes_of(judged, topology.num_ranks, serving.seed)
+    homes = _homes(judged, topology, serving.seed)
     requests, ranks = route_homes(plan, topology, judged, HOME_PREFIX)
     routed_homes = homes_per_token(judged.request, requests, ranks)
     linear = linear_placement(fit.num_layers, fit.num_experts, topology.num_ranks, rows)
@@ -124,6 +124,13 @@ def _gains(
         )
         for phase in mine.phases
     ]
+
+
+def _homes(trace: RoutingTrace, topology: Topology, seed: int) -> NDArray[np.int32]:
+    """As recorded, where they were recorded on a cluster no larger than this one; else random."""
+    if trace.source_rank.max() < topology.num_ranks:
+        return homes_of(trace, topology.num_ranks, seed)
+    return random_homes(trace.request, topology.num_ranks, seed)
 
 
 def _gain(

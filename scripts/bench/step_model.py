@@ -1,9 +1,9 @@
-"""Modelled steps against measured ones: the demo cluster serves, some of its steps calibrate the model, others judge
-it.
+"""Modelled steps against measured ones: the demo's workers serve, some steps calibrate the model, others judge it.
 
     python scripts/bench/step_model.py [--out docs/measured/step-model.json] [--topologies 2x1,2x2] [--tokens 24]
 
-Every step's tokens, homes and placement are known from the recorder, so the model counts just what was served.
+The workers are the demo cluster's, a process a rank, without Ray above them. Every step's tokens, homes and placement
+are known from the recorder, so the model counts just what was served.
 Measured is the time in the MoE layers of the rank that waited least. Calibrated on the linear and the random placement
 with small and large batches; judged on EPLB's and Moetis's, and on medium batches.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import sys
@@ -28,9 +29,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cluster.demo import load_prompts
-from cluster.demo_run import DEMO_PROMPTS, demo_config
-from cluster.fleet import Fleet
-from cluster.local_ray import local_cluster
+from cluster.demo_run import DEMO_PROMPTS, ROOT
 from placement.baselines import eplb_placement, linear_placement, random_placement
 from placement.batches import recorded_steps
 from placement.calibrate import fit_costs, predict
@@ -38,11 +37,13 @@ from placement.core import Placement
 from placement.costs import ModelSizes
 from placement.graph import count_load
 from placement.plan import plan_placement
-from placement.planfile import Plan, plan_to_json
 from placement.stepcounts import StepCounts, count_steps
 from placement.topology import Topology, load_topology
 from placement.trace import RoutingTrace, load_trace
+from workers.options import WorkerOptions
+from workers.recorder import RecorderOptions
 from workers.requests import GenerationRequest
+from workers.worker import ExpertWorker
 
 HIDDEN, INTERMEDIATE, TOP_K = 128, 64, 4
 SIZES = ModelSizes(
@@ -53,47 +54,79 @@ SIZES = ModelSizes(
 )
 WAVES = {"small": 4, "medium": 16, "large": 64}
 TURNS = {"small": 3, "medium": 2, "large": 2}
-SPARE = 1.25
+SPARE, CACHE_SHARE, TIMEOUT_S = 1.25, 0.4, 300
+DEMO_MODEL = ROOT / "configs" / "models" / "demo"
+
+
+def live(rank: int, barrier: Any, meeting: Any, answers: Any, job: dict[str, Any]) -> None:
+    """One rank's process: serve the waves on each of the job's placements in turn."""
+    found = {}
+    for name, placement in job["placements"].items():
+        options = WorkerOptions(
+            model=DEMO_MODEL, recorder=RecorderOptions(folder=job["folder"] / name / "trace"), cache_share=CACHE_SHARE
+        )
+        worker = ExpertWorker(options, rank=rank, topology=job["topology"], placement=placement)
+        if rank == 0:
+            rendezvous = worker.open_rendezvous(host="127.0.0.1", interface="lo")
+            for _ in range(barrier.parties - 1):
+                meeting.put(rendezvous)
+        else:
+            rendezvous = meeting.get(timeout=TIMEOUT_S)
+        worker.join(rendezvous)
+        found[name] = serve_waves(worker, rank, barrier, job["prompts"], job["tokens"])
+        worker.stop()
+    answers.put((rank, found))
+
+
+def serve_waves(worker: ExpertWorker, rank: int, barrier: Any, prompts: Any, tokens: int) -> dict[str, Any]:
+    """All waves; requests go to ranks in turn. Seconds of this rank's steps, where each wave ended, cache counters."""
+    ends: list[tuple[int, str]] = []
+    number = 0
+    for wave, size in WAVES.items():
+        for _ in range(TURNS[wave]):
+            barrier.wait(timeout=TIMEOUT_S)
+            mine = [index for index in range(number, number + size) if index % barrier.parties == rank]
+            for index in mine:
+                prompt = prompts[index % len(prompts)]
+                worker.submit(GenerationRequest(request=str(index), prompt=prompt, max_new_tokens=tokens))
+            left = len(mine)
+            while left:
+                left -= sum(event.end is not None for event in worker.next_events(1.0))
+            number += size
+            barrier.wait(timeout=TIMEOUT_S)
+            ends.append((worker.status().steps, wave))
+    return {"seconds": worker.recent_steps(), "ends": ends, "cache": worker.status().cache}
 
 
 def serve(
-    folder: Path, name: str, topology: Topology, placement: Placement, prompts: Any, tokens: int
+    folder: Path, topology: Topology, placements: dict[str, Placement], prompts: Any, tokens: int
 ) -> dict[str, Any]:
-    """Serve waves of requests on a placement: the recorded trace, seconds of steps, the wave of each step, cache
+    """Serve the waves on each placement, a process a rank: by placement the trace, step times, wave ends, cache
     hits."""
-    run_dir = folder / f"{topology.name}-{name}"
-    run_dir.mkdir()
-    plan = run_dir / "plan.json"
-    plan.write_text(plan_to_json(Plan(placement=placement, topology=topology, measured={})))
-    config = demo_config(run_dir).model_copy(
-        update={"topology": topology.name, "slots_per_rank": placement.rows_per_rank, "initial_plan": plan}
-    )
-    ends: list[tuple[int, str]] = []
-    with Fleet(config) as fleet:
-        number = 0
-        for wave, size in WAVES.items():
-            for _ in range(TURNS[wave]):
-                wanted = [
-                    GenerationRequest(
-                        request=str(number + index),
-                        prompt=prompts[(number + index) % len(prompts)].tokens,
-                        max_new_tokens=tokens,
-                    )
-                    for index in range(size)
-                ]
-                number += size
-                for generation in fleet.submit(wanted):
-                    generation.tokens()
-                ends.append((max(status.steps for status in fleet.status()), wave))
-        seconds = fleet.recent_steps()
-        cache = [status.cache for status in fleet.status()]
+    context = multiprocessing.get_context("spawn")
+    barrier, meeting, answers = context.Barrier(topology.num_ranks), context.Queue(), context.Queue()
+    job = {"placements": placements, "topology": topology, "folder": folder, "prompts": prompts, "tokens": tokens}
+    processes = [
+        context.Process(target=live, args=(rank, barrier, meeting, answers, job), daemon=True)
+        for rank in range(topology.num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        by_rank = dict(answers.get(timeout=TIMEOUT_S) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            process.kill()
     return {
-        "trace": load_trace(config.trace_dir),
-        "seconds": seconds,
-        "ends": ends,
-        "hits": sum(one["hits"] for one in cache),
-        "lookups": sum(one["lookups"] for one in cache),
-        "cache_share": config.workers.cache_share,
+        name: {
+            "trace": load_trace(folder / name / "trace"),
+            "seconds": [by_rank[rank][name]["seconds"] for rank in sorted(by_rank)],
+            "ends": by_rank[0][name]["ends"],
+            "hits": sum(found[name]["cache"]["hits"] for found in by_rank.values()),
+            "lookups": sum(found[name]["cache"]["lookups"] for found in by_rank.values()),
+        }
+        for name in placements
     }
 
 
@@ -109,7 +142,7 @@ def measured_seconds(served: dict[str, Any], numbers: Any) -> Any:
 def count(placement: Placement, topology: Topology, served: dict[str, Any]) -> tuple[Any, StepCounts]:
     trace: RoutingTrace = served["trace"]
     numbers, steps = recorded_steps(trace.step)
-    slots = max(1, int(np.ceil(served["cache_share"] * placement.rows_per_rank)))
+    slots = max(1, int(np.ceil(CACHE_SHARE * placement.rows_per_rank)))
     return numbers, count_steps(placement, topology, trace, trace.source_rank, steps, gpu_slots=slots, warm_up=False)
 
 
@@ -122,15 +155,18 @@ def check(folder: Path, text: str, prompts: Any, tokens: int, note: Any) -> dict
     topology = load_topology(text)
     rows = int(32 * SPARE / topology.num_ranks)
     shape = (8, 32, topology.num_ranks, rows)
-    placements = {"linear": linear_placement(*shape), "random": random_placement(*shape)}
-    served: dict[str, Any] = {}
-    for name in ("linear", "random", "eplb", "moetis"):
-        if name == "eplb":
-            fit = served["linear"]["trace"]
-            placements["eplb"] = eplb_placement(count_load(fit)[0], topology.num_ranks, rows)
-            placements["moetis"] = plan_placement(fit, topology, rows_per_rank=rows)
-        note(f"{text}: serving on {name}")
-        served[name] = serve(folder, name, topology, placements[name], prompts, tokens)
+    own = folder / text
+    first = {"linear": linear_placement(*shape), "random": random_placement(*shape)}
+    note(f"{text}: serving on {', '.join(first)}")
+    served = serve(own, topology, first, prompts, tokens)
+    fit = served["linear"]["trace"]
+    then = {
+        "eplb": eplb_placement(count_load(fit)[0], topology.num_ranks, rows),
+        "moetis": plan_placement(fit, topology, rows_per_rank=rows, effort=0.2),
+    }
+    note(f"{text}: serving on {', '.join(then)}")
+    served |= serve(own, topology, then, prompts, tokens)
+    placements = first | then
     counted = {name: count(placements[name], topology, served[name]) for name in placements}
     seconds = {name: measured_seconds(served[name], counted[name][0]) for name in placements}
     waves = {name: wave_of(served[name], counted[name][0]) for name in placements}
@@ -241,15 +277,9 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "checked": [],
     }
-    texts = options.topologies.split(",")
-    most = max(load_topology(text).num_ranks for text in texts)
-    with (
-        tempfile.TemporaryDirectory(prefix="moetis-steps-") as folder,
-        local_cluster(name="step-model", num_cpus=most, object_store_mb=128),
-    ):
-        config = demo_config(Path(folder))
-        prompts = load_prompts(DEMO_PROMPTS, config.model, 100)
-        for text in texts:
+    prompts = [prompt.tokens for prompt in load_prompts(DEMO_PROMPTS, DEMO_MODEL, 100)]
+    with tempfile.TemporaryDirectory(prefix="moetis-steps-") as folder:
+        for text in options.topologies.split(","):
             found = check(Path(folder), text, prompts, options.tokens, progress.print)
             results["checked"].append(found)
             show(found, console)
