@@ -19,7 +19,7 @@ from cluster.gateway.relay import Relay
 from cluster.history import History, Member
 from cluster.service import Formed, PlacementService, RebalanceResult
 from placement.core import ExpertId, Placement
-from placement.errors import MigrationError, RequestError
+from placement.errors import ConfigError, MigrationError, RequestError
 from placement.migration import Move
 from placement.planfile import Plan
 from placement.topology import Topology
@@ -225,8 +225,8 @@ class PlacementServiceActor:
     def wanted(self) -> tuple[int, ...]:
         return self._service.history.wanted()
 
-    def pid(self) -> int:
-        return os.getpid()
+    def history_path(self) -> Path:
+        return self._service.history.path
 
 
 def start_worker(
@@ -241,13 +241,26 @@ def start_service(
     *, history: Path, initial: Plan, trace_dir: Path, min_gain: float, seed: int, window_tokens: int, meeting: Meeting
 ) -> ActorHandle[Any]:
     """The placement service, by the name under which `moetis rebalance` finds it. It outlives its maker until it is
-    killed; one that an earlier maker left behind makes room."""
-    with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(SERVICE_NAME))
+    killed; one that an earlier maker with the same history left behind makes room. Raises ConfigError for another."""
+    _make_room(history)
     remote = ray.remote(PlacementServiceActor).options(
         name=SERVICE_NAME, lifetime="detached", max_restarts=-1, num_cpus=0, max_concurrency=8
     )
     return remote.remote(history, initial, trace_dir, min_gain, seed, window_tokens, meeting)
+
+
+def _make_room(history: Path) -> None:
+    try:
+        left = ray.get_actor(SERVICE_NAME)
+    except ValueError:
+        return
+    try:
+        its = ray.get(left.history_path.remote(), timeout=CALL_TIMEOUT_S)
+    except (RayActorError, GetTimeoutError):
+        its = history
+    if its != history:
+        raise ConfigError(f"another Moetis cluster serves on this Ray cluster, with the history '{its}'; end it first")
+    ray.kill(left)
 
 
 def start_relay(*, max_requests: int, max_tokens: int) -> ActorHandle[Any]:

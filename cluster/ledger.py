@@ -18,7 +18,7 @@ from workers.events import FAILED, FINISHED, TokenEvent
 from workers.requests import GenerationRequest
 
 # A request that comes no token further in so many foundings may be what breaks them.
-MOST_FRUITLESS = 3
+MOST_FRUITLESS = 5
 
 
 @dataclass(frozen=True, slots=True)

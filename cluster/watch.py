@@ -21,14 +21,18 @@ from workers.worker import Pulse
 def judge(pulses: Mapping[int, Pulse], hung_after_s: float) -> tuple[dict[int, str], str | None]:
     """Which ranks hang (by seat, with the reason), and why all must part, where no rank is to blame.
 
-    A rank that waits is a rank in order, so that one that neither waits nor moves is what the others wait for.
+    A rank that waits is a rank in order: one that neither waits nor moves is what the others wait for. Where nobody
+    waits for it, it is slow, as all are on a machine that has too much to do.
     """
     hung = {
         seat: f"its step has not come to an end for {pulse.still_s:.0f} s; it is at {pulse.at}"
         for seat, pulse in pulses.items()
         if pulse.serving and not pulse.waiting and pulse.still_s > hung_after_s
     }
-    if hung:
+    is_waited_for = len(pulses) == 1 or any(
+        pulse.waiting and pulse.still_s > hung_after_s / 2 for pulse in pulses.values()
+    )
+    if hung and is_waited_for:
         return hung, min(hung.values())
     stopped = [pulse for pulse in pulses.values() if not pulse.serving]
     if stopped:

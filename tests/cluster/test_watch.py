@@ -32,3 +32,7 @@ def test_ranks_that_all_wait_for_each_other_part() -> None:
 
 def test_nobody_there_is_no_news() -> None:
     assert judge({}, 30) == ({}, None)
+
+
+def test_ranks_that_are_all_slow_are_left_alone() -> None:
+    assert judge({0: _pulse(waiting=False, still_s=40), 1: _pulse(waiting=False, still_s=40)}, 30) == ({}, None)
