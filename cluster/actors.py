@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ from workers.options import WorkerOptions
 from workers.peers import Rendezvous
 from workers.requests import GenerationRequest
 from workers.step_clock import StepSeconds
-from workers.worker import ExpertWorker, Holdings, Pulse, WorkerStatus
+from workers.vitals import Holdings, Pulse
+from workers.worker import ExpertWorker, WorkerStatus
 
 SERVICE_NAME = "placement-service"
 CALL_TIMEOUT_S = 300.0
@@ -42,9 +44,9 @@ class WorkerActor:
     def __init__(self, options: WorkerOptions, rank: int, topology: Topology, placement: Placement) -> None:
         self._worker = ExpertWorker(options, rank=rank, topology=topology, placement=placement)
 
-    def ready(self) -> tuple[int, ModelShape]:
-        """Answers once the model is loaded: the process id, and what it serves."""
-        return os.getpid(), self._worker.shape
+    def ready(self) -> tuple[ModelShape, str, int]:
+        """Answers once the model is loaded: what it serves, on which host, in which process."""
+        return self._worker.shape, socket.gethostname(), os.getpid()
 
     def pulse(self) -> Pulse:
         return self._worker.pulse()

@@ -20,7 +20,7 @@ from cluster.history import History, Member
 from placement.errors import ConfigError
 from placement.planfile import Plan
 from placement.seats import carry_over, topology_of
-from workers.worker import Holdings
+from workers.vitals import Holdings
 
 EPOCHS_KEPT = 4
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
+import signal
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,10 +22,13 @@ from placement.core import Placement
 from placement.topology import Topology
 from workers.options import WorkerOptions
 
+# How Ray titles the processes of our workers.
+ACTOR_TITLE = "ray::WorkerActor"
+
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """One actor on one seat. ready answers (process id, ModelShape) once its model is loaded."""
+    """One actor on one seat. ready answers (ModelShape, host, process id) once its model is loaded."""
 
     member: Member
     actor: ActorHandle[Any]
@@ -71,10 +79,17 @@ def ask(
 
 def reason_of(error: RayError) -> str:
     cause = getattr(error, "cause", None)
-    return str(cause if isinstance(cause, Exception) else error).splitlines()[0]
+    told = cause if isinstance(cause, Exception) else error
+    return (str(told).splitlines() or [repr(told)])[0]
 
 
 def dismiss(hands: Iterable[Hand]) -> None:
-    """End actors, however they are."""
+    """End actors, however they are. A stopped process does not hear Ray; on this host it is killed by its number."""
     for hand in hands:
         ray.kill(hand.actor)
+        done, _ = ray.wait([hand.ready], timeout=0)
+        if done:
+            with contextlib.suppress(RayError, OSError):
+                _, host, pid = ray.get(hand.ready)
+                if host == socket.gethostname() and ACTOR_TITLE in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)

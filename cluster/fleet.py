@@ -88,7 +88,7 @@ class Fleet:
             self._kill()
             raise
         hand = next(iter(self._keeper.hands.values()))
-        self.shape: ModelShape = answer(hand.ready)[1]
+        self.shape: ModelShape = answer(hand.ready)[0]
         self._watch = Watch(self._keeper, self._service, config.faults)
 
     def submit(
@@ -139,7 +139,7 @@ class Fleet:
     def pids(self) -> dict[int, int]:
         """The process of each seat that serves."""
         hands = dict(self._keeper.hands)
-        return {seat: answer(hand.ready)[0] for seat, hand in hands.items()}
+        return {seat: answer(hand.ready)[2] for seat, hand in hands.items()}
 
     @property
     def service(self) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from placement.planfile import Plan
 from placement.seats import plan_fetch
-from workers.worker import Holdings
+from workers.vitals import Holdings
 
 
 class Ranks(Protocol):

@@ -26,6 +26,7 @@ GIVE_UP_S = 120.0
 LOADING_S = 600.0
 # Ranks that lose a peer say so within moments of each other.
 GRACE_S = 0.05
+PAUSE_S = 0.5
 
 
 class Keeper:
@@ -192,6 +193,7 @@ class Keeper:
                 if time.monotonic() > deadline or self._stopping.is_set():
                     raise
                 self.note(f"forming again: {error}")
+                time.sleep(PAUSE_S)
                 self._part()
 
     def _ask_to_form(self, reason: str) -> Formed:

@@ -31,7 +31,8 @@ from placement.planfile import Plan
 from placement.seats import carry_over
 from placement.topology import Topology
 from placement.trace import RoutingTrace
-from workers.worker import Holdings, WorkerStatus
+from workers.vitals import Holdings
+from workers.worker import WorkerStatus
 
 SWITCH_TIMEOUT_S = 60.0
 POLL_S = 0.01

@@ -15,7 +15,7 @@ from cluster.config import FaultsConfig
 from cluster.crew import Hand, ask, reason_of
 from cluster.keeper import Keeper
 from placement.errors import MoetisError
-from workers.worker import Pulse
+from workers.vitals import Pulse
 
 
 def judge(pulses: Mapping[int, Pulse], hung_after_s: float) -> tuple[dict[int, str], str | None]:

@@ -98,7 +98,7 @@ class Group:
                     reason = "this rank has left the group" if self._left.is_set() else "the peers do not answer"
                     raise ExchangeError(reason)
         except RuntimeError as error:
-            raise ExchangeError(str(error).splitlines()[0]) from error
+            raise ExchangeError(_first_line(error)) from error
         finally:
             self.moved_at, self.waiting = time.monotonic(), False
 
@@ -111,7 +111,7 @@ class Group:
             if self._left.is_set() or not work.wait(timedelta(seconds=self._timeout_s)):
                 raise ExchangeError("this rank has left the group")
         except RuntimeError as error:
-            raise ExchangeError(str(error).splitlines()[0]) from error
+            raise ExchangeError(_first_line(error)) from error
         finally:
             self._passing = None
 
@@ -195,7 +195,7 @@ def join(
     except RuntimeError as error:
         raise ExchangeError(
             f"rank {rank} could not meet the other ranks of epoch {rendezvous.epoch} at {rendezvous.host}:"
-            f"{rendezvous.port}: {str(error).splitlines()[0]}"
+            f"{rendezvous.port}: {_first_line(error)}"
         ) from error
     groups = {name: Group(backend, timeout_s=timeout_s) for name, backend in backends.items()}
     return Peers(rank=rank, num_ranks=num_ranks, epoch=rendezvous.epoch, **groups)
@@ -219,3 +219,7 @@ def _backend(
     gloo._timeout = timeout
     gloo._devices = [ProcessGroupGloo.create_device(interface=rendezvous.interface)]
     return ProcessGroupGloo(own, rank, num_ranks, gloo)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).splitlines() or [repr(error)])[0]

@@ -38,6 +38,7 @@ from workers.peers import Peers, Rendezvous
 from workers.recorder import Recorder, StepTokens
 from workers.requests import GenerationRequest, check_request, request_number
 from workers.step_clock import StepClock, StepSeconds
+from workers.vitals import Holdings, Pulse
 
 WORTH_A_LOOK_S = 3.0
 
@@ -62,30 +63,6 @@ class WorkerStatus:
     traffic: dict[str, float]
     tokens: int = 0
     step_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holdings:
-    """What a rank that has left its peers brings along: the epoch that it served, its experts, and room for them."""
-
-    epoch: int
-    experts: frozenset[ExpertId]
-    capacity: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
-    """A sign of life. serving: its engine runs. waiting: it waits for its peers; still_s: seconds since it last did
-    anything with them. One that neither waits nor moves hangs. write_errors: of trace segments, so far.
-    at: where in the program its step is, once it has been still for a while."""
-
-    epoch: int
-    serving: bool
-    waiting: bool
-    still_s: float
-    error: str | None
-    write_errors: int
-    at: str = ""
 
 
 class ExpertWorker:

@@ -111,13 +111,12 @@ def run(seconds: float, num_turns: int, run_dir: Path) -> dict[str, Any]:
             footprints.append(footprint(fleet))
         statuses = fleet.status()
         recorded = max(status.recorder["record_s"] for status in statuses)
-        stepping = max(sum(step.total_s for step in steps) for steps in fleet.recent_steps())
     return {
         "seconds": seconds,
         "tokens_per_s": {kind: statistics.median(found) for kind, found in rates.items()},
         "turns": rates,
         "decisions": rebalancer.decisions,
-        "recorder_share": recorded / max(stepping, 1e-9),
+        "recorder_share": recorded / (seconds * (1 + 0.5 / num_turns)),
         "footprint_first": footprints[0],
         "footprint_last": footprints[-1],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -131,7 +130,7 @@ def run(seconds: float, num_turns: int, run_dir: Path) -> dict[str, Any]:
 def show(figures: dict[str, Any]) -> None:
     rates = figures["tokens_per_s"]
     print(f"tokens/s: {rates['off']:.0f} with rebalancing off, {rates['on']:.0f} on ({rates['on'] / rates['off']:.2f})")
-    print(f"decisions: {figures['decisions']}; recorder: {figures['recorder_share']:.2%} of step time")
+    print(f"decisions: {figures['decisions']}; recorder: {figures['recorder_share']:.2%} of the time")
     for name, first in figures["footprint_first"].items():
         print(f"{name:12} {first:10.0f} -> {figures['footprint_last'][name]:10.0f}")
 

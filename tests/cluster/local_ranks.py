@@ -26,7 +26,8 @@ from workers.epochs import EpochKeeper
 from workers.host_slab import HostSlab
 from workers.routing import RoutingTable
 from workers.slot_cache import SlotCache
-from workers.worker import Holdings, WorkerStatus
+from workers.vitals import Holdings
+from workers.worker import WorkerStatus
 
 LAYERS, EXPERTS, RANKS, ROWS, BLOB = 2, 8, 4, 3, 256
 TOPOLOGY = load_topology("2x2")

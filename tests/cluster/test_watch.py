@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.watch import judge
-from workers.worker import Pulse
+from workers.vitals import Pulse
 
 
 def _pulse(waiting: bool = True, still_s: float = 0.1, serving: bool = True, error: str | None = None) -> Pulse:
