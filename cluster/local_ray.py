@@ -124,7 +124,14 @@ def joined_cluster(address: str, token_path: str | None = None) -> Iterator[Cont
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"no Ray cluster answers at '{address}': {str(error).splitlines()[0]}") from error
         try:
-            yield Contact(name=NAMESPACE, address=address, namespace=NAMESPACE, token_path=token_path, pid=os.getpid())
+            yield Contact(
+                name=NAMESPACE,
+                # 'auto' means something here and now only.
+                address=ray.get_runtime_context().gcs_address,
+                namespace=NAMESPACE,
+                token_path=token_path or os.environ.get("RAY_AUTH_TOKEN_PATH"),
+                pid=os.getpid(),
+            )
         finally:
             ray.shutdown()
 
