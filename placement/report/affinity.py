@@ -14,7 +14,7 @@ from placement.report.activation import evenly
 from placement.trace import RoutingTrace
 
 # Maps of all pairs of experts are the bulk of a page: as many layers as stay under this many cells each.
-MAX_COACTIVATION_CELLS, MAX_TRANSITION_CELLS, MAX_MAPS = 140_000, 70_000, 24
+MAX_COACTIVATION_CELLS, MAX_TRANSITION_CELLS, MAX_MAPS = 280_000, 200_000, 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.report.activation import Activation
+from placement.report.activation import Activation, evenly
 from placement.report.cachecurve import CacheCurve
 from placement.report.measured import LABELS
 from placement.report.memory import TIERS
@@ -18,7 +18,7 @@ from placement.report.traffic import Traffic
 from placement.report.words import RATIOS, figures_of, row_label
 
 # Tables are whole up to here, and the top of what there is beyond.
-MAX_ROWS, MAX_NAMED_RANKS, TOP_EXPERTS, TOP_PAIRS, MAX_PAIR_ROWS = 256, 8, 8, 20, 60
+MAX_ROWS, MAX_NAMED_RANKS, TOP_EXPERTS, TOP_PAIRS, MAX_LONG_ROWS = 256, 8, 8, 20, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,13 @@ def placements(report: Report) -> list[tuple[str, Traffic]]:
 
 
 def levels(report: Report) -> Table:
-    """Each level of links, before and after; bytes where the size of a hidden state is known."""
+    """Each level of links, before and after: what is sent in bytes, or in hidden states of unknown size."""
     tree, known, token_bytes = report.topology, placements(report), report.sizes.token_bytes
     head = ["level", "groups", "bandwidth", "latency", *(f"others visited, {LABELS[name]}" for name, _ in known)]
     if len(known) == 2:
         head.append("change")
-    head += [f"sent out, {LABELS[name]}" for name, _ in known]
-    if token_bytes is not None:
-        head += [f"bytes per token, {LABELS[name]}" for name, _ in known]
+    what = "sent out" if token_bytes is None else "bytes per token"
+    head += [f"{what}, {LABELS[name]}" for name, _ in known]
     rows = []
     for level, (name, groups, link) in enumerate(zip(tree.levels, tree.groups, tree.links, strict=True)):
         visited = [traffic.visited(level) for _, traffic in known]
@@ -91,12 +90,16 @@ def levels(report: Report) -> Table:
         row += [f"{figure:.3f}" for figure in visited]
         if len(visited) == 2:
             row.append(percent(visited[1] / visited[0] - 1) if visited[0] else "")
-        row += [f"{traffic.vectors[level]:.3f}" for _, traffic in known]
-        if token_bytes is not None:
-            row += [human_bytes(traffic.bytes_per_token(level, token_bytes)) for _, traffic in known]
+        row += [
+            f"{traffic.vectors[level]:.3f}"
+            if token_bytes is None
+            else human_bytes(traffic.bytes_per_token(level, token_bytes))
+            for _, traffic in known
+        ]
         rows.append(row)
     caption = (
-        "links of one group to its siblings; visits, and hidden states sent over the level's links, per token and layer"
+        "links of one group to its siblings; visits and hidden states sent out are per token and layer, bytes per "
+        "token, out and back, of all layers"
     )
     return Table(caption, head, rows)
 
@@ -142,11 +145,11 @@ def experts(report: Report) -> Table:
 
 
 def activation(found: Activation) -> Table:
-    """For each kind and layer shown, the experts whose share of tokens changes most from position to position."""
+    """For each kind and some layers, the experts whose share of tokens changes most from position to position."""
     rows = []
     for kind, name in enumerate(found.kinds):
-        for index, layer in enumerate(found.layers):
-            share = found.share[kind, index]
+        for index in evenly(len(found.layers), MAX_LONG_ROWS // len(found.kinds)):
+            layer, share = found.layers[index], found.share[kind, index]
             known = share[~np.isnan(share).any(axis=1)]
             mean, swing = known.mean(axis=0), known.max(axis=0) - known.min(axis=0)
             busiest, moving = int(mean.argmax()), int(swing.argmax())
@@ -158,12 +161,10 @@ def activation(found: Activation) -> Table:
                     f"{moving}: {known[:, moving].min():.1%} to {known[:, moving].max():.1%}",
                 ]
             )
-    kept, more = rows[:MAX_ROWS], len(rows) - MAX_ROWS
-    few = f" (the first {MAX_ROWS} of {len(rows)} rows)" if more > 0 else ""
     return Table(
-        f"share of the tokens that choose an expert{few}",
+        "share of the tokens that choose an expert",
         ["kind of request", "layer", "busiest expert", "changes most with position"],
-        kept,
+        rows,
     )
 
 
@@ -243,7 +244,7 @@ def name_ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _pairs_each(maps: int) -> int:
-    return max(2, min(TOP_PAIRS, MAX_PAIR_ROWS // max(1, maps)))
+    return max(2, min(TOP_PAIRS, MAX_LONG_ROWS // max(1, maps)))
 
 
 def _cell(value: float | None) -> str:

@@ -120,7 +120,7 @@ def cache_in_words(curve: CacheCurve, rows: int) -> str:
 
 def shown_layers(layers: Sequence[int], of: int) -> str:
     """Says which layers are shown where it is not all."""
-    return "" if len(layers) == of else f"Shown: layer {number_ranges(layers)} of {of}."
+    return "" if len(layers) == of else f"{len(layers)} of {of} layers are shown: {number_ranges(layers)}."
 
 
 def _ordinal(number: int) -> str:

@@ -36,13 +36,14 @@ LIMITS = {"made_s": 10.0, "opened_s": 2.0, "file_mb": 6.0}
 
 
 def skewed_trace(num_tokens: int, seed: int = 0) -> RoutingTrace:
-    """Experts drawn without return, with chances of a gamma law of their own in each layer."""
+    """Experts drawn without return, with chances of a gamma law of their own in each layer; 2,000 different tokens."""
     rng = np.random.default_rng(seed)
-    experts = np.empty((num_tokens, LAYERS, TOP_K), np.uint8)
+    drawn = np.empty((2000, LAYERS, TOP_K), np.uint8)
     for layer in range(LAYERS):
         chance = np.log(rng.gamma(1.5, size=EXPERTS))
-        keys = chance - np.log(-np.log(rng.random((num_tokens, EXPERTS), dtype=np.float32) + 1e-12) + 1e-12)
-        experts[:, layer] = np.argpartition(-keys, TOP_K, axis=1)[:, :TOP_K]
+        keys = chance - np.log(-np.log(rng.random((2000, EXPERTS), dtype=np.float32) + 1e-12) + 1e-12)
+        drawn[:, layer] = np.argpartition(-keys, TOP_K, axis=1)[:, :TOP_K]
+    experts = drawn[rng.integers(0, 2000, num_tokens)]
     token = np.arange(num_tokens)
     return RoutingTrace(
         num_experts=EXPERTS,

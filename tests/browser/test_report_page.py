@@ -180,6 +180,6 @@ def test_without_scripts_the_numbers_are_there(browser: Any, page: Path) -> None
     try:
         browser.get(page.as_uri())
         assert "Without scripts charts are not drawn" in browser.find_element("css selector", "noscript").text
-        assert browser.find_element("css selector", "#cache details td").get_attribute("textContent") == "19.3%"
+        assert browser.find_element("css selector", "#cache details td").get_attribute("textContent") == "33.3%"
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

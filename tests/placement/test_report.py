@@ -144,7 +144,7 @@ def test_58_layers_of_256_experts_stay_under_6_megabytes() -> None:
     page = render_html(make_report(plan, trace, before=before, sizes=Sizes(expert_bytes=44_000_000)))
     assert len(page.encode()) < 6_000_000
     assert "the 8 busiest experts of each layer" in page
-    assert "Shown: layer 0, 57 of 58." in page
+    assert "4 of 58 layers are shown: 0, 19, 38, 57." in page
 
 
 def test_many_ranks_are_drawn_and_listed_in_part() -> None:

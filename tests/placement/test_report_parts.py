@@ -95,8 +95,8 @@ def test_of_very_many_experts_the_busiest_are_shown() -> None:
     experts = np.arange(800, dtype=np.uint16).reshape(400, 1, 2)
     trace = replace(_trace([[[0, 1]]] * 400, num_experts=800), experts=experts)
     (pairs,) = coactivation_maps(linear_placement(1, 800, 2, 400), trace)
-    assert pairs.share.shape == (374, 374)
-    assert pairs.rows.tolist() == list(range(374))
+    assert pairs.share.shape == (529, 529)
+    assert pairs.rows.tolist() == list(range(529))
 
 
 def test_one_layer_has_no_steps() -> None:
