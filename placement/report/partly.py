@@ -58,4 +58,5 @@ def take_part(before: Placement, after: Placement, layers: tuple[int, ...]) -> P
         after,
         physical_to_logical=np.where(chosen, after.physical_to_logical, before.physical_to_logical),
         tiers=np.where(chosen, after.tiers, before.tiers),
+        rank_weights=np.where(chosen, after.rank_weights, before.rank_weights),
     )

@@ -141,9 +141,11 @@ def test_a_plan_that_gains_evenly_or_not_at_all_has_no_part(after: list[float], 
 
 def test_a_part_of_a_plan_is_a_placement() -> None:
     before = linear_placement(2, 8, 4, 2)
-    after = replace(before, epoch=3, physical_to_logical=before.physical_to_logical[:, ::-1])
+    weights = np.full((2, 4), 7, np.uint16)
+    after = replace(before, epoch=3, physical_to_logical=before.physical_to_logical[:, ::-1], rank_weights=weights)
     part = take_part(before, after, (1,))
     assert part.epoch == 3
+    assert part.rank_weights.tolist() == [before.rank_weights[0].tolist(), [7] * 4]
     assert copies_by_layer(before, part).tolist() == [0, copies_by_layer(before, after)[1]]
 
 
