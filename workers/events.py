@@ -78,7 +78,9 @@ class EventRouter(OutputRouter):
         with self._changed:
             for output in outputs:
                 if output.request_id in self._sent:
-                    self._events.append(self._event_of(output))
+                    event = self._event_of(output)
+                    if event.tokens or event.end is not None:
+                        self._events.append(event)
             self._changed.notify_all()
 
     def _event_of(self, output: GenerationOutput) -> TokenEvent:

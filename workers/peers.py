@@ -9,9 +9,11 @@ another store, under a later epoch: nothing that a lost rank still says can reac
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -45,8 +47,7 @@ class Group:
         self._backend = backend
         self._timeout_s = timeout_s
         self._left = threading.Event()
-        self._unfinished: list[Any] = []
-        self._passing: Any = None
+        self._unfinished: list[Callable[[], bool]] = []
         self.waiting = False
         self.moved_at = time.monotonic()
 
@@ -74,18 +75,15 @@ class Group:
     def leave(self) -> None:
         """Break off what waits here; every later call fails."""
         self._left.set()
-        passing = self._passing
-        if passing is not None:
-            passing.abort()
         if hasattr(self._backend, "abort"):
             self._backend.abort()
 
     @property
     def is_settled(self) -> bool:
         """Whether nothing is under way any more. Until then the group must be kept: to take it down would block."""
-        return all(work.is_completed() for work in self._unfinished)
+        return all(is_done() for is_done in self._unfinished)
 
-    def _finish(self, start: Any) -> None:
+    def _finish(self, start: Callable[[], Any]) -> None:
         if self._left.is_set():
             raise ExchangeError("this rank has left the group")
         self.moved_at, self.waiting = time.monotonic(), True
@@ -94,7 +92,7 @@ class Group:
             work = start()
             while not self._waited(work):
                 if self._left.is_set() or time.monotonic() > deadline:
-                    self._unfinished.append(work)
+                    self._unfinished.append(work.is_completed)
                     reason = "this rank has left the group" if self._left.is_set() else "the peers do not answer"
                     raise ExchangeError(reason)
         except RuntimeError as error:
@@ -102,18 +100,32 @@ class Group:
         finally:
             self.moved_at, self.waiting = time.monotonic(), False
 
-    def _pass(self, start: Any) -> None:
-        """A transfer between two ranks. Gloo closes a pair when a wait for it times out, so this waits only once."""
+    def _pass(self, start: Callable[[], Any]) -> None:
+        """A transfer between two ranks. Gloo closes a pair when a wait for it times out, and can't break one off, so a
+        thread waits for it to the end, and is left to itself where this rank leaves."""
         if self._left.is_set():
             raise ExchangeError("this rank has left the group")
-        try:
-            self._passing = work = start()
-            if self._left.is_set() or not work.wait(timedelta(seconds=self._timeout_s)):
-                raise ExchangeError("this rank has left the group")
-        except RuntimeError as error:
+        outcome: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+
+        def wait() -> None:
+            try:
+                start().wait(timedelta(seconds=self._timeout_s))
+                outcome.put(None)
+            except RuntimeError as error:
+                outcome.put(error)
+
+        thread = threading.Thread(target=wait, name="transfer", daemon=True)
+        thread.start()
+        while True:
+            try:
+                error = outcome.get(timeout=_LOOK_UP.total_seconds())
+                break
+            except queue.Empty:
+                if self._left.is_set():
+                    self._unfinished.append(lambda: not thread.is_alive())
+                    raise ExchangeError("this rank has left the group") from None
+        if error is not None:
             raise ExchangeError(_first_line(error)) from error
-        finally:
-            self._passing = None
 
     @staticmethod
     def _waited(work: Any) -> bool:

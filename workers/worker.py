@@ -7,6 +7,7 @@ It is a plain class: `cluster/actors.py` wraps it for Ray, and tests run it in b
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -234,6 +235,10 @@ class ExpertWorker:
                     raise ExchangeError(f"rank {self._rank} can't leave: its step does not end")
                 self._engine = None
                 self._recorder.abandon_step()
+                if self._device.type == "cuda":
+                    # The KV cache hangs in cycles of references, and there is no room for a second one.
+                    gc.collect()
+                    torch.cuda.empty_cache()
             return Holdings(
                 epoch=self._parallel.table.epoch,
                 experts=self._parallel.slab.experts(),

@@ -1,0 +1,126 @@
+"""Experts on their way between two ranks (real gloo, two threads): what counts, what is refused, what is capped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from placement.core import ExpertId, Slot
+from placement.errors import ExchangeError, MigrationError, StaleEpochError
+from placement.migration import Move
+from workers import peers
+from workers.host_slab import HostSlab
+from workers.mover import Mover
+
+BLOB = 4096
+FIRST, SECOND = ExpertId(0, 0), ExpertId(0, 1)
+MOVES = tuple(Move(expert=expert, source=Slot(0, 0), target=Slot(1, 0)) for expert in (FIRST, SECOND))
+
+
+def _blob(value: int) -> torch.Tensor:
+    return torch.full((BLOB,), value, dtype=torch.uint8)
+
+
+@pytest.fixture
+def groups() -> Iterator[list[peers.Peers]]:
+    store = peers.open_store(host=peers.LOOPBACK, num_ranks=2, timeout_s=20)
+    meeting = peers.Rendezvous(host=peers.LOOPBACK, port=store.port, interface="lo", epoch=7)
+
+    def join(rank: int) -> peers.Peers:
+        own = store if rank == 0 else None
+        return peers.join(meeting, rank=rank, num_ranks=2, device=torch.device("cpu"), timeout_s=20, store=own)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(join, range(2)))
+    yield found
+    for group in found:
+        group.leave()
+
+
+def _mover(group: peers.Peers, slab: HostSlab, **more: Any) -> Mover:
+    return Mover(slab, group=group.bulk, rank=group.rank, blob_bytes=BLOB, **more)
+
+
+def _slabs() -> tuple[HostSlab, HostSlab]:
+    source, target = HostSlab(capacity=4, blob_bytes=BLOB), HostSlab(capacity=4, blob_bytes=BLOB)
+    source.add(FIRST, _blob(3))
+    source.add(SECOND, _blob(5))
+    return source, target
+
+
+def _both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Future[Any], Future[Any]]:
+    with ThreadPoolExecutor(2) as pool:
+        return pool.submit(first), pool.submit(second)
+
+
+def test_experts_arrive_whole(groups: list[peers.Peers]) -> None:
+    source, target = _slabs()
+    sent, got = _both(
+        lambda: _mover(groups[0], source).copy_round(9, MOVES), lambda: _mover(groups[1], target).copy_round(9, MOVES)
+    )
+    assert (sent.result(), got.result()) == (0, 2 * BLOB)
+    assert target.blob(FIRST).equal(_blob(3))
+    assert target.blob(SECOND).equal(_blob(5))
+
+
+def test_what_is_sent_for_another_epoch_is_refused(groups: list[peers.Peers]) -> None:
+    source, target = _slabs()
+    _, got = _both(
+        lambda: _mover(groups[0], source).copy_round(8, MOVES[:1]),
+        lambda: _mover(groups[1], target).copy_round(9, MOVES[:1]),
+    )
+    with pytest.raises(StaleEpochError, match="moves to epoch 9, but rank 0 sends for epoch 8"):
+        got.result()
+    assert target.experts() == frozenset()
+
+
+def test_an_expert_that_is_here_already_is_not_taken_twice(groups: list[peers.Peers]) -> None:
+    source, target = _slabs()
+    target.add(FIRST, _blob(3))
+    _, got = _both(
+        lambda: _mover(groups[0], source).copy_round(9, MOVES), lambda: _mover(groups[1], target).copy_round(9, MOVES)
+    )
+    assert got.result() == BLOB
+    assert target.experts() == {FIRST, SECOND}
+
+
+def test_a_rank_sends_no_faster_than_its_cap(groups: list[peers.Peers]) -> None:
+    source, target = _slabs()
+    start = time.monotonic()
+    _both(
+        lambda: _mover(groups[0], source, max_bytes_per_s=4 * BLOB).copy_round(9, MOVES),
+        lambda: _mover(groups[1], target).copy_round(9, MOVES),
+    )
+    assert time.monotonic() - start >= 0.25
+
+
+def test_a_rank_that_leaves_waits_no_longer_for_an_expert(groups: list[peers.Peers]) -> None:
+    _, target = _slabs()
+    start = time.monotonic()
+    got, _ = _both(lambda: _mover(groups[1], target).copy_round(9, MOVES), lambda: (time.sleep(0.3), groups[1].leave()))
+    with pytest.raises(MigrationError, match="left the group"):
+        got.result()
+    assert time.monotonic() - start < 10
+    assert target.num_free == 4
+
+
+def test_a_rank_that_leaves_waits_no_longer_for_a_step(groups: list[peers.Peers]) -> None:
+    votes = torch.zeros(1, dtype=torch.int64)
+    start = time.monotonic()
+    got, _ = _both(lambda: groups[0].control.all_reduce_max(votes), lambda: (time.sleep(0.3), groups[0].leave()))
+    with pytest.raises(ExchangeError, match="left the group"):
+        got.result()
+    assert time.monotonic() - start < 10
+    with pytest.raises(ExchangeError, match="left the group"):
+        groups[0].control.all_reduce_max(votes)
+
+
+def test_an_expert_that_the_source_does_not_hold_is_named(groups: list[peers.Peers]) -> None:
+    empty = HostSlab(capacity=1, blob_bytes=BLOB)
+    with pytest.raises(MigrationError, match="has no copy of"):
+        _mover(groups[0], empty).copy_round(9, MOVES)
