@@ -33,7 +33,10 @@ def check_drift(traffic: Traffic, mark: Mark | None, seed: int) -> DriftCheck:
         due = recorded.num_requests >= 2
         return DriftCheck(due=due, says=f"no decision yet, {recorded.num_requests} requests recorded", drift=None)
     try:
-        drift = measure_drift(reference, traffic.recent(mark), seed=seed)
+        present = traffic.recent(mark)
+        if (present.num_layers, present.num_experts) != (reference.num_layers, reference.num_experts):
+            return DriftCheck(due=True, says="the last decision was made for another model", drift=None)
+        drift = measure_drift(reference, present, seed=seed)
     except TraceError as error:
         return DriftCheck(due=False, says=f"too little traffic since the last decision: {error}", drift=None)
     return DriftCheck(due=drift.drifted, says=drift.says(), drift=drift)

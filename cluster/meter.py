@@ -58,7 +58,7 @@ class Meter:
         try:
             now = Sample(at_s=time.monotonic(), statuses=tuple(self._statuses()))
         except MoetisError:
-            return {("moetis_ranks_alive", ""): 0.0}
+            return {("moetis_ranks_alive", ""): 0.0, ("moetis_tokens_per_second", ""): 0.0}
         before, self._last = self._last, now
         return rank_readings(before, now)
 

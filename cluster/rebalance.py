@@ -61,7 +61,7 @@ def run_rounds(
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Rounds without end, or so many. One that fails is told and the next one tried; after five in a row the last
-    error is raised."""
+    error is raised, and at once where the first round finds no cluster."""
     failures = done = 0
     while True:
         try:
@@ -69,7 +69,7 @@ def run_rounds(
             failures = 0
         except MoetisError as error:
             failures += 1
-            if failures == MOST_FAILURES:
+            if failures == MOST_FAILURES or (done == 0 and isinstance(error, ConfigError)):
                 raise
             failed(error)
         done += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from cluster.history import History
 from cluster.rebalance import run_rounds
 from cluster.traffic import REFERENCE, Traffic
 from placement.errors import ConfigError, MigrationError, MoetisError, TraceError
-from placement.trace import RoutingTrace, write_segment
+from placement.trace import RoutingTrace, read_segment, write_segment
 from tests.cluster.local_ranks import EXPERTS, LAYERS
 from tests.cluster.test_service import make_ranks, make_service
 
@@ -124,6 +125,17 @@ def test_what_drift_is_measured_against_survives_a_restart(folder: Path) -> None
     assert make_service(folder, make_ranks()).drift().due
 
 
+def test_a_decision_made_for_another_model_is_made_again(folder: Path) -> None:
+    service = make_service(folder, make_ranks())
+    service.rebalance()
+    other = read_segment(folder / REFERENCE)
+    Traffic(folder, folder / REFERENCE, window_tokens=100).keep_reference(replace(other, num_experts=99), seed=0)
+    _segment(folder, 0, 1, taste=2, seed=7)
+    check = service.drift()
+    assert check.due
+    assert check.says == "the last decision was made for another model"
+
+
 def test_a_cluster_that_has_served_nothing_has_nothing_to_plan_from(tmp_path: Path) -> None:
     check = make_service(tmp_path, make_ranks()).drift()
     assert not check.due
@@ -180,6 +192,11 @@ def test_times_are_read(text: str, seconds: float) -> None:
 def test_what_is_no_time_is_explained(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--every: write a time above 0 such as 90s"):
         seconds_of(text, "--every")
+
+
+def test_a_first_round_that_finds_no_cluster_ends_it_at_once() -> None:
+    with pytest.raises(ConfigError, match="no cluster"):
+        run_rounds(_failing([ConfigError("no cluster")]), every_s=1, rounds=None, failed=lambda error: None)
 
 
 def _moetis(*arguments: str) -> Result:
