@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
 
 from cluster import history as states
-from cluster.cli import app
 from cluster.durations import seconds_of
 from cluster.history import History
 from cluster.rebalance import run_rounds
@@ -21,6 +19,7 @@ from cluster.traffic import REFERENCE, Traffic
 from placement.errors import ConfigError, MigrationError, MoetisError, TraceError
 from placement.trace import RoutingTrace, read_segment, write_segment
 from tests.cluster.local_ranks import EXPERTS, LAYERS
+from tests.cluster.running_cli import moetis_here
 from tests.cluster.test_service import make_ranks, make_service
 
 
@@ -199,11 +198,6 @@ def test_a_first_round_that_finds_no_cluster_ends_it_at_once() -> None:
         run_rounds(_failing([ConfigError("no cluster")]), every_s=1, rounds=None, failed=lambda error: None)
 
 
-def _moetis(*arguments: str) -> Result:
-    """The command line in this process."""
-    return CliRunner().invoke(app, list(arguments))
-
-
 def _config(folder: Path) -> str:
     path = folder / "cluster.yaml"
     raw = {"model": "configs/models/demo", "topology": "2x2", "slots_per_rank": 10, "run_dir": str(folder)}
@@ -216,7 +210,7 @@ def test_the_history_tells_what_was_promised_moved_and_measured(folder: Path) ->
     service.rebalance()
     _segment(folder, 0, 1, taste=2, seed=5)
     service.drift()
-    told = _moetis("history", "--config", _config(folder), "--json")
+    told = moetis_here("history", "--config", _config(folder), "--json")
     first, second = json.loads(told.stdout)["epochs"]
     assert (first["epoch"], first["state"], first["reason"]) == (0, "done", "initial placement")
     assert second["predicted"]["after"]["nodes_visited"] < second["predicted"]["before"]["nodes_visited"]
@@ -224,22 +218,22 @@ def test_the_history_tells_what_was_promised_moved_and_measured(folder: Path) ->
     assert second["measured"]["after_over_before"]["ratio"] < 1
     assert [event["state"] for event in second["events"]][-4:] == ["serving", "done", "measured", "drift"]
     out = folder / "p.json"
-    shown = _moetis("history", "--config", _config(folder), "--epoch", "1", "--plan-out", str(out))
+    shown = moetis_here("history", "--config", _config(folder), "--epoch", "1", "--plan-out", str(out))
     assert "committing" in shown.stdout
     assert json.loads(out.read_text())["epoch"] == 1
 
 
 def test_a_history_that_is_not_there_and_an_epoch_that_never_was_are_named(folder: Path, tmp_path: Path) -> None:
-    absent = _moetis("history", "--config", _config(tmp_path))
+    absent = moetis_here("history", "--config", _config(tmp_path))
     assert isinstance(absent.exception, ConfigError)
     assert "has never served" in str(absent.exception)
     make_service(folder, make_ranks())
-    unknown = _moetis("history", "--config", _config(folder), "--epoch", "7")
+    unknown = moetis_here("history", "--config", _config(folder), "--epoch", "7")
     assert "no epoch 7; the last are 0" in str(unknown.exception)
 
 
 def test_options_that_do_not_go_together_are_explained(tmp_path: Path) -> None:
-    alone = _moetis("rebalance", "--config", _config(tmp_path), "--rounds", "2")
+    alone = moetis_here("rebalance", "--config", _config(tmp_path), "--rounds", "2")
     assert "give --every too" in str(alone.exception)
-    without = _moetis("history", "--config", _config(tmp_path), "--plan-out", "p.json")
+    without = moetis_here("history", "--config", _config(tmp_path), "--plan-out", "p.json")
     assert "name it with --epoch" in str(without.exception)
