@@ -41,11 +41,16 @@ class Rendezvous:
 
 class Group:
     """One process group of this rank. Its calls wait for the peers, and fail with ExchangeError once one is lost, one
-    has left, or this rank itself leaves from another thread."""
+    has left, or this rank itself leaves from another thread.
 
-    def __init__(self, backend: Any, *, timeout_s: float) -> None:
+    is_on_stream: calls return at once and the GPU's stream waits, as with NCCL; to leave aborts what it waits for.
+    waiting and moved_at (time.monotonic) say whether a call waits now, and when the last one began or ended.
+    """
+
+    def __init__(self, backend: Any, *, timeout_s: float, is_on_stream: bool = False) -> None:
         self._backend = backend
         self._timeout_s = timeout_s
+        self._is_on_stream = is_on_stream
         self._left = threading.Event()
         self._unfinished: list[Callable[[], bool]] = []
         self.waiting = False
@@ -127,8 +132,11 @@ class Group:
         if error is not None:
             raise ExchangeError(_first_line(error)) from error
 
-    @staticmethod
-    def _waited(work: Any) -> bool:
+    def _waited(self, work: Any) -> bool:
+        if self._is_on_stream:
+            # With a timeout, NCCL would block this thread too, and abort when it is over.
+            work.wait()
+            return True
         try:
             work.wait(_LOOK_UP)
         except RuntimeError:
@@ -209,7 +217,10 @@ def join(
             f"rank {rank} could not meet the other ranks of epoch {rendezvous.epoch} at {rendezvous.host}:"
             f"{rendezvous.port}: {_first_line(error)}"
         ) from error
-    groups = {name: Group(backend, timeout_s=timeout_s) for name, backend in backends.items()}
+    groups = {
+        name: Group(backend, timeout_s=timeout_s, is_on_stream=name == "data" and device.type == "cuda")
+        for name, backend in backends.items()
+    }
     return Peers(rank=rank, num_ranks=num_ranks, epoch=rendezvous.epoch, **groups)
 
 
