@@ -105,7 +105,7 @@ def export(
             plan, engine, moe_layers=moe_layers, hidden_layers=hidden_layers, ep_size=ep_size
         )
         offline.write_result(path, result.data)
-    LOG.print(f"wrote {path}")
+    LOG.print(f"wrote {path}", markup=False, soft_wrap=True)
     for line in result.assumed:
         LOG.print(f"assumed: {line}", markup=False, soft_wrap=True)
     figures = {"out": str(path), "to": str(engine), **result.figures, "use": result.use.format(out=path)}

@@ -33,13 +33,13 @@ def read_pt(path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             raw = torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
-        return _plain(raw, path)
     except pickle.UnpicklingError as error:
         raise TraceError(
             f"{path}: holds more than tensors and plain values, which is never loaded: {_short(error)}"
         ) from error
     except _UNREADABLE as error:
         raise TraceError(f"{path}: not a readable .pt file: {_short(error)}") from error
+    return _plain(raw, path)
 
 
 def forget_pages(record: dict[str, Any]) -> None:

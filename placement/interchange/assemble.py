@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.errors import TraceError
+from placement.interchange.own import MOST_EXPERTS
 from placement.interchange.pieces import Hints, Notes, Piece
 from placement.layers import ModelLayers
 from placement.trace import RoutingTrace, concatenate
 
-MOST_EXPERTS = 65_535
 LOOKED_AT = 4096
 NO_ROUTING = "tokens without routing in some MoE layer"
 PER_TOKEN = ("request", "position", "step", "source_rank", "phase", "token_id")

@@ -24,6 +24,8 @@ from placement.trace import PREFILL
 
 TABLE_KEY = b'"top_indices"'
 MTP = "records of multi-token prediction layers"
+STAGE = "pre_dispatch"
+OTHER_STAGE = "records of another stage than pre_dispatch"
 LEFT_OVER = "tokens of micro-batches that lack a layer at the end of their file"
 
 
@@ -80,8 +82,8 @@ def records(path: Path, notes: Notes) -> Iterator[Record]:
             continue
         if not isinstance(value, dict) or "top_indices" not in value:
             raise TraceError(f"{where}: not a record of a router trace: no 'top_indices'")
-        if value.get("block", "decoder") != "decoder":
-            notes.drop(MTP, 1, where)
+        if value.get("block", "decoder") != "decoder" or value.get("stage", STAGE) != STAGE:
+            notes.drop(MTP if value.get("stage", STAGE) == STAGE else OTHER_STAGE, 1, where)
             continue
         chosen = _table(value["top_indices"], where) if quick is None else quick[1]
         step, rank, layer = (_number(value, key, where) for key in ("step", "rank", "layer"))

@@ -18,6 +18,7 @@ from placement.layers import ModelLayers, layers_from_dict
 from placement.trace import DECODE, SEGMENT_FORMAT
 
 PIECE_BYTES = 1 << 24
+MOST_EXPERTS = 65_535
 NEEDED = ("experts", "request", "position", "num_experts")
 PER_TOKEN = ("request", "position", "step", "source_rank", "phase", "token_id", "workload")
 TYPES: dict[str, Any] = {
@@ -49,7 +50,7 @@ def npz_pieces(path: Path, notes: Notes) -> Iterator[Piece]:
         if unknown:
             raise TraceError(f"{where}: unknown key '{unknown[0]}'; a trace has {', '.join(sorted(KNOWN))}")
         streams = {name: open_member(archive, name, path) for name in names}
-        num_experts = _one_integer(streams.pop("num_experts"))
+        num_experts = _expert_count(_one_integer(streams.pop("num_experts")), where)
         workloads = streams.pop("workload_names", None)
         layers = _layers_of(streams, where)
         experts = streams.pop("experts")
@@ -99,7 +100,7 @@ def _slices(path: Path, file: Any, header: dict[str, Any]) -> Iterator[Piece]:
         if tuple(column.get_shape())[:1] != shape[:1] or (name in PER_TOKEN and len(column.get_shape()) != 1):
             raise TraceError(f"{where}: '{name}' must be [{shape[0]}] like the tokens of 'experts'")
     try:
-        num_experts = int(header["num_experts"])
+        num_experts = _expert_count(int(header["num_experts"]), where)
         more: dict[str, Any] = {
             "model": str(header.get("model", "")),
             "sampling_rate": float(header.get("sampling_rate", 1.0)),
@@ -148,6 +149,12 @@ def _one_integer(stream: ArrayStream) -> int:
     return int(value.item())
 
 
+def _expert_count(value: int, where: str) -> int:
+    if not 1 <= value <= MOST_EXPERTS:
+        raise TraceError(f"{where}: key 'num_experts' must be from 1 to {MOST_EXPERTS}, got {value}")
+    return value
+
+
 def _layers_of(streams: dict[str, ArrayStream], where: str) -> ModelLayers | None:
     moe, hidden = streams.pop("moe_layers", None), streams.pop("hidden_layers", None)
     if moe is None or hidden is None:
@@ -167,7 +174,14 @@ def _check_columns(streams: dict[str, ArrayStream], experts: ArrayStream, where:
 
 
 def _as_type(name: str, stream: ArrayStream, rows: NDArray[Any]) -> NDArray[Any]:
-    return rows if name == "gate_weight" else rows.astype(TYPES[name], copy=False)
+    if name == "gate_weight":
+        return rows
+    limit = np.iinfo(TYPES[name])
+    if rows.size and not (int(rows.min()) >= limit.min and int(rows.max()) <= limit.max):
+        raise TraceError(
+            f"{stream.source} goes from {rows.min()} to {rows.max()}; {limit.min} to {limit.max} can be kept"
+        )
+    return rows.astype(TYPES[name], copy=False)
 
 
 def _say_what_lacks(names: set[str], notes: Notes) -> None:

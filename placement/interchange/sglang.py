@@ -73,7 +73,7 @@ def _and_more(files: tuple[Path, ...]) -> str:
 
 def _stat_load(dump: dict[str, Any], path: Path) -> NDArray[np.float64]:
     count = _integers(dump["logical_count"], 3, f"{path}: 'logical_count'")
-    if count.min() < 0:
+    if count.min(initial=0) < 0:
         raise TraceError(f"{path}: 'logical_count' holds {count.min()}; counts are from 0 up")
     load: NDArray[np.float64] = count.sum(axis=0, dtype=np.float64)
     return load
@@ -87,10 +87,10 @@ def _pass_load(dump: dict[str, Any], path: Path, notes: Notes) -> NDArray[np.flo
         if not isinstance(record, dict) or "global_physical_count" not in record:
             raise TraceError(f"{where}: has no 'global_physical_count'")
         count = _integers(record["global_physical_count"], 2, f"{where}: 'global_physical_count'")
-        if count.shape != logical.shape or count.min() < 0:
+        if count.shape != logical.shape or count.min(initial=0) < 0:
             raise TraceError(
                 f"{where}: 'global_physical_count' must be counts {logical.shape} like the map, "
-                f"got {count.shape}, smallest {count.min()}"
+                f"got {count.shape}, smallest {count.min(initial=0)}"
             )
         total += count
     load = np.zeros((len(logical), num_experts))

@@ -235,3 +235,35 @@ def test_the_largest_id_stays_below_what_a_trace_can_hold(tmp_path: Path) -> Non
     np.save(tmp_path / "a.npy", np.array([[[65_535, 0]]], np.uint16))
     with pytest.raises(TraceError, match="names expert 65535; ids go from 0 to 65534"):
         read_source(str(tmp_path / "a.npy"))
+
+
+BAD_ARRAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "no experts": ({"num_experts": np.int64(0)}, "'num_experts' must be from 1 to 65535, got 0"),
+    "too many": ({"num_experts": np.int64(10**9)}, "'num_experts' must be from 1 to 65535, got 1000000000"),
+    "position": ({"position": np.arange(8) + 2**40}, "key 'position' goes from 1099511627776"),
+    "request": ({"request": np.arange(8, dtype=np.uint64) + 2**63}, "key 'request' goes from 9223372036854775808"),
+    "weights": ({"gate_weight": np.zeros((8, 3, 5), np.float16)}, "'gate_weight' must be [8, 3, 4]"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD_ARRAYS))
+def test_values_that_a_trace_can_not_keep_are_refused(tmp_path: Path, name: str) -> None:
+    arrays, said = BAD_ARRAYS[name]
+    with pytest.raises(TraceError) as caught:
+        read_source(str(own_npz(tmp_path / "t.npz", routing(8), **arrays)))
+    assert said in str(caught.value)
+
+
+def test_dumps_without_anything_in_them_are_refused(tmp_path: Path) -> None:
+    import torch
+
+    empty = torch.zeros(0, HIDDEN, 8, dtype=torch.int32)
+    torch.save({"logical_count": empty}, tmp_path / "stat.pt")
+    torch.save({"logical_count": torch.ones(2, 3, 4).to_sparse()}, tmp_path / "sparse.pt")
+    write_dump(tmp_path / "pass.pt", [{"global_physical_count": empty.sum(0)[:0]}], slots_of())
+    write_dump(tmp_path / "none.pt", [], slots_of())
+    for name, said in (("stat", "every count is 0"), ("pass", "must be counts"), ("none", "no records")):
+        with pytest.raises(TraceError, match=said):
+            read_source(str(tmp_path / f"{name}.pt"))
+    with pytest.raises(TraceError, match=r"sparse\.pt: holds a torch.sparse_coo tensor"):
+        read_source(str(tmp_path / "sparse.pt"))
