@@ -83,7 +83,7 @@ def plan(
     present = load_plan(current) if current is not None else None
     offline.check_current(present, slots_per_rank, tree.num_ranks)
     before = present.placement if present is not None else None
-    routing = read_source(trace, Hints(counts_key=counts_key, num_experts=experts))
+    routing = read_source(trace, Hints(counts_key=counts_key, num_experts=experts, num_ranks=tree.num_ranks))
     with working("planning"):
         if isinstance(routing, Counts):
             made = plan_counts(routing, tree, rows_per_rank=slots_per_rank, current=before)
@@ -124,7 +124,7 @@ def slots(
 
     share = offline.share_of(goal, "--goal") if goal is not None else None
     tree = load_topology(topology)
-    routing = read_trace(trace, Hints(num_experts=experts))
+    routing = read_trace(trace, Hints(num_experts=experts, num_ranks=tree.num_ranks))
     rows = rows_between(tree, routing.num_experts, first, last, points)
     steps = slots_curve(routing, tree, rows, seed=seed)
     curve = list(track(steps, description="planning", total=len(rows), console=LOG, transient=True))
@@ -176,7 +176,7 @@ def evaluate(
     from cluster import offline, views
     from cluster.comparison import compare, other_plans
     from cluster.comparison_view import comparison_table
-    from cluster.sources import read_source
+    from cluster.sources import hints_of, read_source
     from placement.comparing import Serving
     from placement.counts import Counts
     from placement.interchange.pieces import Hints
@@ -185,7 +185,7 @@ def evaluate(
 
     made = load_plan(plan)
     names = [str(name) for name in baseline or []]
-    routing = read_source(trace, Hints(counts_key=counts_key, num_experts=made.placement.num_experts))
+    routing = read_source(trace, hints_of(made, counts_key))
     if isinstance(routing, Counts):
         offline.refuse_with_counts(on=on, homes=homes, current=current, model=model)
         fitted = None if fit is None else read_source(fit, Hints(counts_key=fit_key))
@@ -231,13 +231,12 @@ def homes(
     import numpy as np
 
     from cluster import offline
-    from cluster.sources import read_trace
-    from placement.interchange.pieces import Hints
+    from cluster.sources import hints_of, read_trace
     from placement.planfile import load_plan
 
     path = offline.output_path(out)
     made = load_plan(plan)
-    routing = read_trace(trace, Hints(num_experts=made.placement.num_experts))
+    routing = read_trace(trace, hints_of(made))
     requests, ranks, data = offline.homes_file(made, routing, prefix)
     offline.write_result(path, data)
     LOG.print(f"wrote {path}")

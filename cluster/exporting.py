@@ -42,6 +42,8 @@ def export_plan(
     empty = int((placement.physical_to_logical == EMPTY).sum())
     if empty and engine is not Engine.VLLM:
         assumed.append(f"{empty} empty slots hold one more copy of an expert that has fewest")
+    if (placement.rank_weights != placement.rank_weights[:, :1]).any():
+        assumed.append("the engine shares an expert's tokens by its own rule; the plan's weights of ranks are lost")
     figures = {
         "layers": layers.to_dict(),
         "experts": placement.num_experts,
@@ -66,7 +68,12 @@ def _moe_rows(plan: Plan, text: str) -> tuple[Placement, ModelLayers | None, lis
     if len(known.moe) == placement.num_layers or known.num_hidden != placement.num_layers:
         return placement, known, []
     rows = list(known.moe)
-    chosen = replace(placement, physical_to_logical=placement.physical_to_logical[rows], tiers=placement.tiers[rows])
+    chosen = replace(
+        placement,
+        physical_to_logical=placement.physical_to_logical[rows],
+        tiers=placement.tiers[rows],
+        rank_weights=placement.rank_weights[rows],
+    )
     return chosen, known, [f"layers without any load are dense: {', '.join(str(one) for one in known.dense)}"]
 
 

@@ -14,7 +14,8 @@ from cluster.sources import Opened, open_source, tell
 from placement.counts import COUNTS_KEY, Counts
 from placement.errors import ConfigError
 from placement.files import write_whole
-from placement.interchange.pieces import Hints
+from placement.interchange.assemble import without_homes
+from placement.interchange.pieces import Hints, Notes
 from placement.trace import RoutingTrace, concatenate, read_segment, write_segment
 
 SEGMENT_BYTES = 1 << 24
@@ -85,7 +86,7 @@ def _write_segments(opened: Opened, folder: Path, written: list[Path]) -> None:
             if sum(one.experts.nbytes for one in waiting) >= SEGMENT_BYTES:
                 _flush(waiting, folder, written)
         _flush(waiting, folder, written)
-        _settle_experts(written, opened.notes.num_experts)
+        _settle(written, opened.notes)
     except BaseException:
         for path in written:
             path.unlink(missing_ok=True)
@@ -104,10 +105,12 @@ def _flush(waiting: list[RoutingTrace], folder: Path, written: list[Path]) -> No
     waiting.clear()
 
 
-def _settle_experts(written: list[Path], num_experts: int) -> None:
-    """Where E was only known at the end, early segments say less: write those again."""
+def _settle(written: list[Path], notes: Notes) -> None:
+    """What was only known at the end goes into the segments before: E where the source lacks it, homes of no rank."""
+    homeless = notes.lone_rank and notes.highest_rank >= 0
     for path in written:
         segment = read_segment(path)
-        if segment.num_experts == num_experts:
+        if segment.num_experts == notes.num_experts and not homeless:
             break
-        write_segment(replace(segment, num_experts=num_experts), path)
+        settled = replace(segment, num_experts=notes.num_experts)
+        write_segment(without_homes(settled) if homeless else settled, path)

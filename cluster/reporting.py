@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.promises import past_epochs
-from cluster.sources import read_source
+from cluster.sources import hints_of, read_source
 from placement.core import Placement
 from placement.counts import Counts
 from placement.errors import ConfigError
-from placement.interchange.pieces import Hints
 from placement.modelsizes import NamedSizes, named_sizes, sizes_by_shape
 from placement.planfile import Plan, load_plan, plan_to_json
 from placement.report import (
@@ -69,7 +68,7 @@ def gather(given: ReportInput) -> tuple[Report, Placement | None]:
     plan = load_plan(given.plan)
     before = load_plan(given.current).placement if given.current is not None else None
     past = past_epochs(Path(given.history)) if given.history is not None else ()
-    trace = read_source(given.trace, Hints(counts_key=given.counts_key, num_experts=plan.placement.num_experts))
+    trace = read_source(given.trace, hints_of(plan, given.counts_key))
     sizes = _sizes(given, trace)
     if isinstance(trace, Counts):
         report = make_counts_report(plan, trace, before=before, past=past, sizes=sizes, title=given.title)

@@ -13,7 +13,7 @@ from cluster.terminal import LOG
 from cluster.torch_files import forget_pages, read_pt
 from placement.counts import Counts
 from placement.errors import ConfigError, TraceError
-from placement.interchange.assemble import assemble, gather
+from placement.interchange.assemble import assemble, gather, without_homes
 from placement.interchange.counts_files import file_counts
 from placement.interchange.detect import Form, Source, find_source
 from placement.interchange.megatron import router_pieces
@@ -22,6 +22,7 @@ from placement.interchange.pieces import Hints, Notes, Piece
 from placement.interchange.sglang import Dump, dump_counts, dump_kind, token_pieces
 from placement.interchange.tensorrt import statistics_counts
 from placement.interchange.vllm import array_pieces, response_pieces
+from placement.planfile import Plan
 from placement.trace import RoutingTrace
 
 MOST_BYTES = 1 << 29
@@ -56,6 +57,12 @@ def open_source(text: str, hints: Hints) -> Opened:
         return Opened(source=source, hints=hints, notes=notes, counts=_counts(source, hints, notes))
 
 
+def hints_of(plan: Plan, counts_key: str | None = None) -> Hints:
+    """What a plan says of a source that it is to be judged on, where the source does not say so itself."""
+    made = plan.placement
+    return Hints(num_experts=made.num_experts, num_ranks=made.num_ranks, counts_key=counts_key)
+
+
 @contextmanager
 def readable(text: str) -> Iterator[None]:
     """Raises TraceError, naming the file, where the system refuses to read."""
@@ -74,9 +81,22 @@ def read_source(text: str, hints: Hints | None = None) -> RoutingTrace | Counts:
     if opened.counts is not None:
         trace: RoutingTrace | Counts = opened.counts
     else:
-        trace = gather(opened.chunks(), opened.notes, MOST_BYTES)
+        trace = _with_known_homes(gather(opened.chunks(), opened.notes, MOST_BYTES), opened)
     tell(opened)
     return trace
+
+
+def _with_known_homes(trace: RoutingTrace, opened: Opened) -> RoutingTrace:
+    """Foreign homes are dropped where one rank alone has tokens, or where the plan is for fewer ranks."""
+    notes, ranks = opened.notes, opened.hints.num_ranks
+    if opened.source.form in OWN or notes.highest_rank < 0:
+        return trace
+    if ranks is not None and notes.highest_rank >= ranks:
+        notes.assume(
+            f"homes are unknown: recorded on {notes.highest_rank + 1} ranks or more, and {ranks} are planned for"
+        )
+        return without_homes(trace)
+    return without_homes(trace) if notes.lone_rank else trace
 
 
 def read_trace(text: str, hints: Hints | None = None) -> RoutingTrace:

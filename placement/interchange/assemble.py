@@ -13,7 +13,7 @@ from placement.errors import TraceError
 from placement.interchange.own import MOST_EXPERTS
 from placement.interchange.pieces import Hints, Notes, Piece
 from placement.layers import ModelLayers
-from placement.trace import RoutingTrace, concatenate
+from placement.trace import UNKNOWN_RANK, RoutingTrace, concatenate
 
 LOOKED_AT = 4096
 NO_ROUTING = "tokens without routing in some MoE layer"
@@ -61,12 +61,22 @@ def assemble(pieces: Iterable[Piece], hints: Hints, notes: Notes, model: str = "
         chunk = _chunk(piece, shape, hints, notes, model)
         if chunk is not None:
             notes.tokens_kept += chunk.num_tokens
+            if not piece.stated:
+                notes.lowest_rank = min(notes.lowest_rank, int(chunk.source_rank.min()))
+                notes.highest_rank = max(notes.highest_rank, int(chunk.source_rank.max()))
             yield chunk
     if not notes.tokens_kept:
         raise TraceError(f"nothing is left of this source: {'; '.join(notes.sentences()) or 'it has no tokens'}")
     assert shape is not None
+    if notes.lone_rank and notes.highest_rank >= 0:
+        notes.assume(f"homes are unknown: rank {notes.highest_rank} alone has tokens of its own")
     if shape.num_experts is None:
         notes.assume(f"{notes.num_experts} experts a layer (the largest id + 1; --experts says it otherwise)")
+
+
+def without_homes(trace: RoutingTrace) -> RoutingTrace:
+    """The same tokens, with no word on which rank their attention ran on."""
+    return replace(trace, source_rank=np.full(trace.num_tokens, UNKNOWN_RANK, np.int32))
 
 
 def gather(chunks: Iterable[RoutingTrace], notes: Notes, most_bytes: int) -> RoutingTrace:

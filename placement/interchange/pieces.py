@@ -17,7 +17,8 @@ class Hints:
     """What the user says about a source where it does not say so itself; None leaves it to the source.
 
     num_experts E of a layer; top_k K; moe_layers their absolute indices; sample the share of requests to keep;
-    form a name of `detect.Form`, where the source is not to be recognised by itself.
+    form a name of `detect.Form`, where the source is not to be recognised by itself; num_ranks those that a plan is
+    made for: homes beyond them are unknown.
     """
 
     num_experts: int | None = None
@@ -26,6 +27,7 @@ class Hints:
     sample: float = 1.0
     counts_key: str | None = None
     form: str | None = None
+    num_ranks: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,13 @@ class Notes:
     layers: ModelLayers | None = None
     top_k: int = 0
     sampling_rate: float = 1.0
+    lowest_rank: int = 1 << 31
+    highest_rank: int = -1
+
+    @property
+    def lone_rank(self) -> bool:
+        """Whether all tokens came from one rank: the recorder ran there alone, or attention is on all ranks alike."""
+        return self.lowest_rank == self.highest_rank
 
     def drop(self, reason: str, count: int, example: str) -> None:
         """Count what is left out, with where it was first seen."""

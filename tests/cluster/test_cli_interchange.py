@@ -101,6 +101,14 @@ def test_a_trace_that_is_imported_again_is_the_same_to_the_byte(tmp_path: Path) 
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
+def test_an_import_from_one_rank_alone_has_no_homes(tmp_path: Path) -> None:
+    slots = slots_of()
+    write_dump(tmp_path / "d.pt", [token_record(routing(4), slots, positions=[0, 1, 0, 1], lens=[2, 2])], slots)
+    done = here("import", str(tmp_path / "d.pt"), "--out", str(tmp_path / "out"))
+    assert "homes are unknown: rank 0 alone" in done.stderr
+    assert read_trace(str(tmp_path / "out")).source_rank.tolist() == [-1] * 4
+
+
 def test_import_of_counts_keeps_them_and_their_layers(tmp_path: Path) -> None:
     count = np.zeros((2, 4, 8), np.int32)
     count[:, 1:] = np.arange(8) + 1

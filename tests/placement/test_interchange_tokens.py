@@ -116,6 +116,16 @@ def test_ranks_that_saw_the_same_tokens_count_once(tmp_path: Path) -> None:
     )
 
 
+def test_homes_are_unknown_where_one_rank_alone_has_tokens_or_the_plan_is_for_fewer(tmp_path: Path) -> None:
+    lines = router_lines(routing(3), step=1, rank=5)
+    write_lines(tmp_path / "router_trace_rank5.jsonl", lines)
+    assert _read(tmp_path).source_rank.tolist() == [-1] * 3
+    write_lines(tmp_path / "router_trace_rank2.jsonl", router_lines(routing(3, seed=1), step=1, rank=2))
+    assert _read(tmp_path).source_rank.tolist() == [2] * 3 + [5] * 3
+    assert _read(tmp_path, num_ranks=6).source_rank.tolist() == [2] * 3 + [5] * 3
+    assert _read(tmp_path, num_ranks=4).source_rank.tolist() == [-1] * 6
+
+
 def test_megatron_ranks_and_micro_batches_are_joined_over_layers(tmp_path: Path) -> None:
     chosen = routing(14)
     mtp = router_lines(chosen[:1], step=1)[0] | {"block": "mtp", "mtp_idx": 0}
