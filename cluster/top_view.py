@@ -9,13 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.top import Look, Rates, copied_share
+from workers.worker import WorkerStatus
 
 BAR, MOST_ROWS = 16, 64
 
 
 def look_to_dict(name: str, now: Look, rates: Rates) -> dict[str, Any]:
     """One JSON object; rates are since the last one, or since the start in the first."""
-    nodes = now.plan.topology.node_of_rank()
     return {
         "name": name,
         "epoch": now.plan.placement.epoch,
@@ -33,7 +33,7 @@ def look_to_dict(name: str, now: Look, rates: Rates) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": one.rank,
-                "node": int(nodes[one.rank]),
+                "node": node,
                 "epoch": one.epoch,
                 "alive": one.alive,
                 "error": one.error,
@@ -44,7 +44,7 @@ def look_to_dict(name: str, now: Look, rates: Rates) -> dict[str, Any]:
                 "host_slab_bytes": one.host_slab_bytes,
                 "slot_bytes": one.slot_bytes,
             }
-            for one, load, hit_rate in zip(now.ranks, rates.load, rates.hit_rate, strict=True)
+            for node, one, load, hit_rate in _rows(now, rates)
         ],
     }
 
@@ -96,12 +96,11 @@ def _ranks(now: Look, rates: Rates) -> Table:
     for column in ("experts", "host slab", "GPU slots"):
         table.add_column(column, justify="right")
     largest = max(rates.load_max_over_mean or 0.0, 1.0)
-    nodes = now.plan.topology.node_of_rank()
-    rows = list(zip(now.ranks, rates.load, rates.hit_rate, strict=True))
-    for one, load, hit_rate in rows[:MOST_ROWS]:
+    rows = _rows(now, rates)
+    for node, one, load, hit_rate in rows[:MOST_ROWS]:
         table.add_row(
             str(one.rank),
-            str(nodes[one.rank]),
+            str(node),
             str(one.epoch),
             "serving" if one.alive else Text("stopped", style="bold red"),
             f"{one.steps:,}",
@@ -114,6 +113,15 @@ def _ranks(now: Look, rates: Rates) -> Table:
     if len(rows) > MOST_ROWS:
         table.caption = f"the first {MOST_ROWS} of {len(rows)} ranks; --json has all"
     return table
+
+
+def _rows(now: Look, rates: Rates) -> list[tuple[int, WorkerStatus, float | None, float | None]]:
+    """(node, status, load, hit rate) of each rank, in the order of the plan's topology.
+
+    That may be smaller than the one that the ranks' numbers are of.
+    """
+    nodes = now.plan.topology.node_of_rank()[: len(now.ranks)].tolist()
+    return list(zip(nodes, now.ranks, rates.load, rates.hit_rate, strict=True))
 
 
 def _promised(now: Look) -> float | None:

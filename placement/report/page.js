@@ -7,9 +7,15 @@ const charts = new Map([...document.querySelectorAll('.chart')].map((box) => [bo
   ...JSON.parse(box.querySelector('script').textContent), chosen: -1, drawn: -1, row: 0, column: -1,
 }]));
 
+function bytesOf(base64) {
+  const text = atob(base64), bytes = new Uint8Array(text.length);
+  for (let at = 0; at < text.length; at += 1) bytes[at] = text.charCodeAt(at);
+  return bytes;
+}
+
 // Rows of numbers from base64 of 16-bit integers: 65535 is no number.
 function unpack({packed, columns, scale}) {
-  const bytes = Uint8Array.from(atob(packed), (char) => char.charCodeAt(0));
+  const bytes = bytesOf(packed);
   const words = new DataView(bytes.buffer);
   return Array.from({length: bytes.length / 2 / columns}, (_, row) => Float32Array.from({length: columns}, (_, column) => {
     const word = words.getUint16(2 * (row * columns + column), true);
@@ -133,8 +139,7 @@ const inSight = new IntersectionObserver((seen) => {
 
 // The library travels packed. Text and tables are there before it is.
 async function loadLibrary() {
-  const packed = document.getElementById('library').textContent;
-  const bytes = Uint8Array.from(atob(packed), (char) => char.charCodeAt(0));
+  const bytes = bytesOf(document.getElementById('library').textContent);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'));
   const script = document.createElement('script');
   script.textContent = await new Response(stream).text();

@@ -98,6 +98,13 @@ def test_the_view_has_a_row_a_rank_and_says_what_the_plan_promised() -> None:
     assert text.count("serving") == 4
 
 
+def test_ranks_that_go_on_without_one_keep_their_numbers() -> None:
+    plan = replace(PLAN, placement=linear_placement(3, 8, 3, 3), topology=load_topology("3x1"))
+    now = Look(at=0.0, plan=plan, progress="idle", ranks=tuple(_status(rank) for rank in (0, 2, 3)))
+    found = look_to_dict("demo", now, rates_between(now, None))["ranks"]
+    assert [(rank["rank"], rank["node"]) for rank in found] == [(0, 0), (2, 1), (3, 2)]
+
+
 def test_the_view_says_what_is_wrong() -> None:
     text = _text(_look(alive=False, error="[bold]out of memory"))
     assert "rank 0: [bold]out of memory" in text

@@ -117,6 +117,8 @@ def test_experts_move_while_requests_are_served_and_the_texts_stay(
 
 
 def test_top_shows_the_ranks_of_the_running_cluster(serving: Serving, folder: Path, config: Path) -> None:
+    serving.send(*_wishes("top"))
+    _texts(serving, "top")
     done = moetis(folder, "top", "--config", str(config), "--once", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
