@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -265,6 +266,12 @@ def show(found: dict[str, Any], console: Console) -> None:
     console.print(found["fitted"])
 
 
+def head_commit() -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+    ).stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
@@ -274,6 +281,7 @@ def main() -> None:
     console, progress = Console(width=120), Console(stderr=True)
     results: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": head_commit(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "checked": [],
     }

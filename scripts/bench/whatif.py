@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -84,7 +85,9 @@ def main() -> None:
     if options.out:
         machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        options.out.write_text(json.dumps({"date": date, "machine": machine, "rows": rows}, indent=1))
+        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        results = {"date": date, "machine": machine, "commit": found.stdout.strip(), "rows": rows}
+        options.out.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
