@@ -20,7 +20,6 @@ from cluster.post import Post
 from cluster.service import Formed
 from placement.core import Placement
 from placement.errors import InputError, MoetisError
-from workers.events import FAILED
 
 GIVE_UP_S = 120.0
 LOADING_S = 600.0
@@ -101,7 +100,7 @@ class Keeper:
     def _give_up(self, error: MoetisError) -> None:
         self.founding = None
         self.post.close()
-        self._ledger.end_all(FAILED, str(error))
+        self._ledger.close(str(error))
         self._failed(error)
 
     def lost(self, gone: dict[int, str], founding: int, reason: str) -> None:
@@ -179,10 +178,7 @@ class Keeper:
             if not self.hands:
                 self._await_replacements()
             try:
-                formed: Formed = answer(
-                    self._service.form.remote([hand.member for hand in self.hands.values()], reason)
-                )
-                return formed
+                return self._ask_to_form(reason)
             except InputError as error:
                 if self._faults.replace == "never":
                     raise

@@ -64,6 +64,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+        self._closed: str | None = None
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -74,9 +75,11 @@ class Ledger:
         """A new request; it waits until it is taken by a founding. One of an id that runs fails, the other goes on."""
         generation = Generation(request.request, seat, events)
         with self._lock:
+            problem = self._closed
             if request.request in self._entries:
-                text = f"request '{request.request}': a request of this id is running"
-                events.put(TokenEvent(request=request.request, tokens=(), end=FAILED, error=text))
+                problem = f"request '{request.request}': a request of this id is running"
+            if problem is not None:
+                events.put(TokenEvent(request=request.request, tokens=(), end=FAILED, error=problem))
             else:
                 self._entries[request.request] = _Entry(generation, request, seat)
         return generation
@@ -147,10 +150,12 @@ class Ledger:
             if entry is not None:
                 self._end(entry, end, error)
 
-    def end_all(self, end: str, error: str) -> None:
+    def close(self, reason: str) -> None:
+        """Nobody will serve any more: everything fails, and so does what still comes."""
         with self._lock:
+            self._closed = reason
             for entry in list(self._entries.values()):
-                self._end(entry, end, error)
+                self._end(entry, FAILED, reason)
 
     def _end(self, entry: _Entry, end: str, error: str | None = None) -> None:
         del self._entries[entry.request.request]

@@ -95,6 +95,14 @@ def test_two_requests_of_one_id_do_not_mix() -> None:
     assert first.get().tokens == (5,)
 
 
+def test_when_nobody_serves_any_more_everything_fails_with_the_reason() -> None:
+    ledger = Ledger()
+    _, running = _add(ledger, _request())
+    ledger.close("too few ranks are left")
+    _, late = _add(ledger, _request("b"))
+    assert (running.get().error, late.get().error) == ("too few ranks are left",) * 2
+
+
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=12), st.booleans())
 def test_every_token_is_handed_on_once_and_in_order(steps: list[tuple[int, bool]], stream: bool) -> None:
     """The engine writes 100, 101, ... by the length of what it was given; foundings end at any moment."""
