@@ -19,7 +19,7 @@ from cluster.forming import room
 from cluster.history import History, Member
 from placement.errors import ConfigError
 from placement.planfile import Plan
-from placement.seats import carry_over, topology_of
+from placement.seats import carry_over, topology_of, uses_every_rank
 from workers.vitals import Holdings
 
 EPOCHS_KEPT = 4
@@ -95,7 +95,11 @@ class Book:
             return replace(base, placement=base.placement.with_epoch(epoch))
         if len(seats) > len(base_seats):
             rows = self.initial.placement.rows_per_rank
-            known = self.known(lambda plan, its: its == seats and plan.placement.rows_per_rank == rows)
+            known = self.known(
+                lambda plan, its: (
+                    its == seats and plan.placement.rows_per_rank == rows and uses_every_rank(plan.placement)
+                )
+            )
             if known is not None:
                 return replace(known, placement=known.placement.with_epoch(epoch))
         most_rows = room(held, base.placement.num_layers)

@@ -16,6 +16,7 @@ from placement.core import Placement
 from placement.errors import ConfigError
 from placement.plan import make_plan
 from placement.planfile import Plan, load_plan
+from placement.seats import uses_every_rank
 from placement.topology import Topology
 from placement.trace import UNKNOWN_RANK, load_trace
 from workers.loading import ModelShape, skeleton_shape
@@ -34,7 +35,11 @@ def starting_plan(config: ClusterConfig, topology: Topology, history: History) -
     else:
         everyone = tuple(range(topology.num_ranks))
         served = history.served(
-            lambda plan, seats: seats in ((), everyone) and _continues(plan, config, topology, shape)
+            lambda plan, seats: (
+                seats in ((), everyone)
+                and _continues(plan, config, topology, shape)
+                and uses_every_rank(plan.placement)
+            )
         )
         if served is not None:
             return served

@@ -69,6 +69,11 @@ def carry_over(
     return relevel(placement, load, most_copies=2 * share)
 
 
+def uses_every_rank(placement: Placement) -> bool:
+    """Whether each rank holds an expert. One that is to be drained does not."""
+    return bool((placement.copies_per_rank().sum(axis=(0, 2)) > 0).all())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch:
     """How ranks get what a placement gives them and they lack.

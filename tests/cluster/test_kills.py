@@ -149,6 +149,17 @@ def test_a_drained_seat_holds_nothing_when_it_leaves(tmp_path: Path) -> None:
     _check(ranks, service)
 
 
+def test_a_seat_that_was_drained_gets_experts_again_when_it_is_added(tmp_path: Path) -> None:
+    ranks, service = _start(tmp_path)
+    service.vacate([2])
+    left = [MEMBERS[0], MEMBERS[1], MEMBERS[3]]
+    service.form(left, "drained")
+    ranks.actors["new"] = Rank(2, first_plan().placement)
+    service.form([*left, Member(seat=2, actor="new")], "added")
+    assert ranks.actors["new"].slab.experts()
+    _check(ranks, service)
+
+
 def test_ranks_that_come_back_get_the_placement_that_they_served(tmp_path: Path) -> None:
     ranks, service = _start(tmp_path)
     assert service.rebalance().decision == "applied"
