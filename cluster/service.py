@@ -23,6 +23,7 @@ from cluster.forming import Meeting, Ranks, form
 from cluster.gate import gate
 from cluster.history import History, Member
 from cluster.traffic import REFERENCE, Traffic
+from placement.core import Placement
 from placement.errors import ConfigError, MigrationError, MoetisError, TraceError
 from placement.graph import count_load
 from placement.migration import MigrationPlan, plan_migration
@@ -156,12 +157,11 @@ class PlacementService:
             table = shrunk.physical_to_logical.reshape(shrunk.num_layers, len(staying), -1)
             wide = np.full((shrunk.num_layers, len(mine), shrunk.rows_per_rank), -1, np.int32)
             wide[:, [mine.index(seat) for seat in staying]] = table
-            placement = replace(
-                shrunk,
+            placement = Placement(
                 epoch=self._book.next_epoch(),
                 num_ranks=len(mine),
+                num_experts=shrunk.num_experts,
                 physical_to_logical=wide.reshape(shrunk.num_layers, -1),
-                tiers=np.zeros((0, 0), np.uint8),
             )
             plan = Plan(placement=placement, topology=before.topology, measured={})
             self.history.add(plan, members=self.members)
