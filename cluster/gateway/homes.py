@@ -22,8 +22,9 @@ class Homes:
         self._table: TokenTable | None = None
 
     def learn(self, table: TokenTable) -> None:
-        """Use what a trace says of token ids from now on."""
-        self._table = table
+        """Use what a trace says of token ids from now on; a table of other nodes, while some are gone, says nothing."""
+        fits = table.value.shape[1] == self._routing.topology.num_nodes
+        self._table = table if fits else None
 
     def choose(self, prompt: tuple[int, ...], session: str | None) -> int:
         """The home of a new request; tell `finish` when it has ended."""

@@ -107,6 +107,12 @@ def test_a_prompt_goes_to_the_node_that_its_tokens_save_most_on() -> None:
     assert homes.choose((0, 0), None) in (0, 1)
 
 
+def test_a_table_for_fewer_nodes_says_nothing() -> None:
+    homes = Homes(load_topology("2x2"))
+    homes.learn(TokenTable(value=np.ones((2, 1), np.float32)))
+    assert sorted(homes.choose((1,), None) for _ in range(4)) == [0, 1, 2, 3]
+
+
 def test_sessions_are_forgotten_in_the_end() -> None:
     homes = Homes(load_topology("1x2"))
     for number in range(MOST_SESSIONS + 5):
