@@ -56,9 +56,20 @@ class JudgedOn(StrEnum):
 def plan(
     trace: CountsArgument,
     topology: TopologyOption,
-    slots_per_rank: Annotated[int, typer.Option(min=1, help="Expert slots per layer on each GPU.")],
+    slots_per_rank: Annotated[
+        str, typer.Option(metavar="N", help="Expert slots per layer on each GPU: a number, or one a GPU as 9,9,6,6.")
+    ],
     out: OutOption,
     current: Annotated[str | None, typer.Option(metavar="PLAN", help="The plan in force: little is moved.")] = None,
+    keep_groups: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Keep each of N expert groups (grouped routing) whole on a node.")
+    ] = 0,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Trade hops against balance for speed: a known model, or a config.json."),
+    ] = None,
+    decode_batch: DecodeBatchOption = 512,
+    prefill_batch: PrefillBatchOption = 8192,
     counts_key: CountsKeyOption = None,
     experts: ExpertsOption = None,
     seed: SeedOption = 0,
@@ -66,6 +77,8 @@ def plan(
 ) -> None:
     """Plan a placement from a routing trace: fitted on the even requests, judged on the odd ones.
 
+    With --model, drafts between fewest hops and best balance are priced by the cost model on this topology, and the
+    fastest is taken; with --current too, a gate says whether an hour of steps pays for the moves.
     From counts alone, load is levelled and copies are spread over nodes; nothing is known of nodes visited then.
 
     [dim]moetis plan trace/ --topology 4x2 --slots-per-rank 5 --out plan.json[/dim]
@@ -74,21 +87,31 @@ def plan(
     from cluster.sources import read_source
     from placement.counts import Counts, plan_counts
     from placement.interchange.pieces import Hints
+    from placement.modelsizes import named_sizes
     from placement.plan import make_plan
     from placement.planfile import load_plan, plan_to_json
     from placement.topology import load_topology
+    from placement.tradeoff import Load, make_fastest_plan
 
     path = offline.output_path(out)
     tree = load_topology(topology)
     present = load_plan(current) if current is not None else None
-    offline.check_current(present, slots_per_rank, tree.num_ranks)
+    rows = offline.rows_of(slots_per_rank)
+    offline.check_current(present, rows, tree.num_ranks)
     before = present.placement if present is not None else None
+    sizes = None if model is None else named_sizes(model).sizes
     routing = read_source(trace, Hints(counts_key=counts_key, num_experts=experts, num_ranks=tree.num_ranks))
     with working("planning"):
         if isinstance(routing, Counts):
-            made = plan_counts(routing, tree, rows_per_rank=slots_per_rank, current=before)
+            even = offline.for_counts(rows, keep_groups=keep_groups, model=model)
+            made = plan_counts(routing, tree, rows_per_rank=even, current=before)
+        elif sizes is None:
+            made = make_plan(routing, tree, rows_per_rank=rows, current=before, seed=seed, keep_groups=keep_groups)
         else:
-            made = make_plan(routing, tree, rows_per_rank=slots_per_rank, current=before, seed=seed)
+            load = Load(sizes=sizes, batches=(decode_batch, prefill_batch))
+            made = make_fastest_plan(
+                routing, tree, load, rows_per_rank=rows, current=before, seed=seed, keep_groups=keep_groups
+            )
     made = offline.with_layers(made, routing.model_layers if isinstance(routing, Counts) else routing.layers)
     table = views.counts_plan_table(made) if isinstance(routing, Counts) else views.plan_table(made)
     offline.write_result(path, plan_to_json(made).encode())

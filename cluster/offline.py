@@ -156,10 +156,32 @@ def with_layers(plan: Plan, layers: ModelLayers | None) -> Plan:
     return plan if layers is None else replace(plan, measured=plan.measured | {"layers": layers.to_dict()})
 
 
-def check_current(current: Plan | None, slots_per_rank: int, num_ranks: int) -> None:
+def rows_of(text: str) -> int | list[int]:
+    """Slots per rank from '9' or '9,9,6,6'. Raises ConfigError where it is neither."""
+    try:
+        rows = [int(part) for part in text.split(",")]
+    except ValueError:
+        rows = []
+    if not rows or min(rows) < 1:
+        raise ConfigError(f"--slots-per-rank '{text}': write a number from 1 up, or one for each rank, such as 9,9,6,6")
+    return rows[0] if len(rows) == 1 else rows
+
+
+def for_counts(rows: int | list[int], *, keep_groups: int, model: str | None) -> int:
+    """The slots per rank of a plan from counts alone. Raises ConfigError for what only a trace can give."""
+    if isinstance(rows, list) or keep_groups or model is not None:
+        raise ConfigError(
+            "counts alone know one number of slots for all ranks, no groups and no step times: "
+            "leave out --keep-groups and --model, and give --slots-per-rank one number"
+        )
+    return rows
+
+
+def check_current(current: Plan | None, rows: int | list[int], num_ranks: int) -> None:
     """Raises PlacementError where the present plan is of another size than the one asked for."""
     if current is None:
         return
+    slots_per_rank = rows if isinstance(rows, int) else max(rows)
     mine, theirs = (num_ranks, slots_per_rank), (current.placement.num_ranks, current.placement.rows_per_rank)
     if mine != theirs:
         raise PlacementError(

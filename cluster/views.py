@@ -39,7 +39,24 @@ def plan_table(plan: Plan) -> Table:
         f"judged on {held_out['tokens']} tokens of {held_out['requests']} others"
     )
     names = {"before": "before", "eplb": "EPLB", "after": "plan", "after_routed_homes": "plan, routed homes"}
-    return score_table(title, {label: measured[key] for key, label in names.items()})
+    table = score_table(title, {label: measured[key] for key, label in names.items()})
+    table.caption, table.caption_justify = "\n".join(_tradeoff_words(measured)), "left"
+    return table
+
+
+def _tradeoff_words(measured: dict[str, Any]) -> list[str]:
+    words = []
+    if "tradeoff" in measured:
+        tried = "; ".join(
+            f"price {point['balance_price']:g}: {point['nodes_visited']:.3f} nodes visited, "
+            f"load {point['load_max_over_mean']:.3f}, step x {point['step_over_usual']:.3f}"
+            for point in measured["tradeoff"]["points"]
+        )
+        words.append(f"balance price {measured['tradeoff']['balance_price']:g} is fastest here, of drafts at {tried}")
+    if "gate" in measured:
+        verdict = "worth moving" if measured["gate"]["worth_it"] else "leave it"
+        words.append(f"{verdict}: {measured['gate']['reason']}")
+    return words
 
 
 def counts_plan_table(plan: Plan) -> Table:

@@ -82,6 +82,17 @@ def test_a_plan_from_a_present_one_goes_on_with_its_epoch(plan: Path, trace: Pat
     assert json.loads(done.stdout)["plan"] == str(out)
 
 
+def test_a_plan_for_unlike_gpus_and_a_known_model_says_what_was_fastest(trace: Path, folder: Path) -> None:
+    done = moetis(
+        "plan", str(trace), "--topology", "2x2", "--slots-per-rank", "4,4,3,3", "--model", "mixtral-8x7b",
+        "--out", str(folder / "unlike.json"), "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tradeoff"]["balance_price"] in (0.4, 1.0, 2.5)
+    rows = np.array(json.loads((folder / "unlike.json").read_text())["physical_to_logical"]).reshape(-1, 4, 4)
+    assert (rows[:, 2:, 3] == -1).all()
+
+
 def test_report_writes_a_page(plan: Path, trace: Path, folder: Path) -> None:
     done = moetis("report", str(plan), str(trace), "--out", str(folder / "r.html"))
     assert done.returncode == 0, done.stderr
@@ -121,6 +132,10 @@ def _bad(folder: Path) -> dict[str, tuple[list[str], str]]:
         "empty folder": (["plan", str(folder / "nothing"), *plan[2:], *out], "has no *.safetensors segment"),
         "one request": (["plan", str(folder / "one.npz"), *plan[2:], *out], "one request only"),
         "few slots": ([*plan[:4], "--slots-per-rank", "1", *out], "4 ranks x 1 slots per rank = 4 slots"),
+        "slots list": ([*plan[:4], "--slots-per-rank", "2,2", *out], "4 numbers from 1 up, got [2, 2]"),
+        "slots words": ([*plan[:4], "--slots-per-rank", "two", *out], "--slots-per-rank 'two'"),
+        "groups": ([*plan, "--keep-groups", "3", *out], "8 experts do not divide into 3 groups"),
+        "model": ([*plan, "--model", "nothing-9b", *out], "nothing-9b"),
         "no slots": ([*plan[:4], "--slots-per-rank", "0", *out], "--slots-per-rank"),
         "topology": ([*plan[:2], "--topology", str(folder / "bad.yaml"), *plan[4:], *out], "key 'levels'"),
         "no topology": ([*plan[:2], "--topology", "2by2", *plan[4:], *out], "not a shorthand"),
@@ -164,6 +179,10 @@ NAMES = (
     "empty folder",
     "one request",
     "few slots",
+    "slots list",
+    "slots words",
+    "groups",
+    "model",
     "no slots",
     "topology",
     "no topology",
