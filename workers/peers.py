@@ -140,9 +140,10 @@ class Group:
         try:
             work.wait(_LOOK_UP)
         except RuntimeError:
-            if work.is_completed():
-                raise
-            return False
+            if not work.is_completed():
+                return False
+            # It failed, or it ended just after the wait for it did: it tells which.
+            work.wait(_LOOK_UP)
         return True
 
 
