@@ -13,9 +13,9 @@ from placement.dispatch import choose_ranks
 from placement.errors import ExchangeError
 from workers.blob import BlobLayout
 from workers.exchange import Arrivals, Exchange
+from workers.expert_compute import ExpertCompute
 from workers.recorder import Recorder
 from workers.routing import RoutingTable
-from workers.seam import SlotExperts
 from workers.slot_cache import SlotCache
 from workers.step_clock import StepClock
 
@@ -39,12 +39,18 @@ class ExpertLayer:
         device: torch.device,
     ) -> None:
         self._layer = layer
-        self._cache = cache
         self._exchange = exchange
         self._table = table
         self._recorder = recorder
         self._clock = clock
-        self._experts = SlotExperts(module, layout.views(cache.arena(layer)))
+        self._compute = ExpertCompute(
+            layer=layer,
+            module=module,
+            layout=layout,
+            cache=cache,
+            num_experts=table.num_experts,
+            partial_dtype=exchange.partial_dtype,
+        )
         self._nothing = (
             torch.zeros((0, hidden_size), dtype=dtype, device=device),
             torch.zeros((0, table.top_k), dtype=torch.int64, device=device),
@@ -78,20 +84,8 @@ class ExpertLayer:
 
     def compute(self, arrivals: Arrivals) -> torch.Tensor:
         """The weighted sum over the experts of each arrival that lie here: [n, H] in the exchange's partial dtype."""
-        row, k = (arrivals.experts >= 0).nonzero(as_tuple=True)
-        expert = arrivals.experts[row, k]
-        weight = arrivals.weights[row, k]
-        self._table.traffic.pairs += len(row)
-        partial = torch.zeros(arrivals.hidden.shape, dtype=self._exchange.partial_dtype, device=arrivals.hidden.device)
-        for wave in self._cache.waves(self._layer, torch.unique(expert).tolist()):
-            slot_of = torch.full((self._table.num_experts,), -1, dtype=torch.int64)
-            slot_of[list(wave.slot_of)] = torch.tensor(list(wave.slot_of.values()))
-            slots = slot_of.to(expert.device)[expert.long()]
-            mine = (slots >= 0).nonzero(as_tuple=True)[0]
-            out = self._experts.forward(arrivals.hidden[row[mine]], slots[mine])
-            weighted = (out * weight[mine].unsqueeze(1)).to(partial.dtype)
-            partial.index_add_(0, row[mine], weighted)
-        return partial
+        self._table.traffic.pairs += int((arrivals.experts >= 0).sum())
+        return self._compute(arrivals.hidden, arrivals.experts, arrivals.weights)
 
     def _ranks_of(self, chosen: NDArray[np.int64]) -> NDArray[np.int32]:
         home = np.full(len(chosen), self._table.rank, np.int32)

@@ -13,13 +13,14 @@ import torch
 
 from placement.core import ExpertId
 from placement.errors import MigrationError
+from workers.pinning import host_memory
 
 
 class HostSlab:
     """[capacity, blob_bytes] uint8 in host memory, and which expert lies in which row. Safe to use from threads."""
 
     def __init__(self, *, capacity: int, blob_bytes: int, pin: bool = False) -> None:
-        self._blobs = torch.zeros((capacity, blob_bytes), dtype=torch.uint8, pin_memory=pin)
+        self._blobs = host_memory(capacity, blob_bytes, pin=pin)
         self._free = list(range(capacity - 1, -1, -1))
         self._rows: dict[ExpertId, int] = {}
         self._claimed: dict[ExpertId, int] = {}

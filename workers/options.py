@@ -13,7 +13,7 @@ class WorkerOptions:
     """model: a folder with a Transformers checkpoint. dtype: a torch type by name; 'auto' is float32 on CPUs, else the
     checkpoint's.
 
-    cache_share: the share of a rank's rows per layer that its GPU slots hold (rounded up, one at least).
+    cache_share: the share of a rank's rows, of all layers together, that its GPU slots hold (one at least).
     host_slab_rows: rows of the host slab as a multiple of what the placement needs; a migration's copies take the rest.
     kv_page_size, kv_pages, max_batch_tokens, max_requests: the paged KV cache and the largest batch.
     peer_timeout_s: after this long without an answer a peer counts as lost. meeting_timeout_s: how long to wait for the

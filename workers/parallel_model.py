@@ -7,11 +7,13 @@ import math
 import torch
 from transformers import PreTrainedModel
 
+from placement.cache.policy import EvictionPolicy, PolicyName
 from placement.core import Placement
 from placement.topology import Topology
 from workers.exchange import Exchange
 from workers.expert_layer import ExpertLayer
 from workers.expert_source import ExpertSource, ModuleExperts
+from workers.links import link_for
 from workers.loading import check_fits, fill_slab, shape_of
 from workers.peers import Group
 from workers.recorder import Recorder
@@ -25,7 +27,7 @@ class ParallelModel:
     """One rank's share of a model: all of it but the experts, of which it reads its own only.
 
     experts: where they are read; from the model itself, which is then whole, unless given. cache_share: the share of
-    the rank's rows per layer that its slots hold. host_slab_rows: see WorkerOptions.
+    the rank's rows that its slots hold. host_slab_rows: see WorkerOptions.
     """
 
     def __init__(
@@ -48,10 +50,18 @@ class ParallelModel:
         source = ModuleExperts(model) if experts is None else experts
         self.layout = source.layout
         self.slab = fill_slab(source, placement, rank=rank, spare=host_slab_rows, pin=device.type == "cuda")
+        num_rows = placement.num_layers * placement.rows_per_rank
         self.cache = SlotCache(
             slab=self.slab,
-            num_layers=self.shape.num_layers,
-            slots_per_layer=max(1, math.ceil(cache_share * placement.rows_per_rank)),
+            policy=EvictionPolicy(
+                PolicyName.REUSE,
+                num_layers=self.shape.num_layers,
+                num_experts=self.shape.num_experts,
+                top_k=self.shape.top_k,
+                share=cache_share,
+            ),
+            link=link_for(device),
+            num_slots=max(1, math.ceil(cache_share * num_rows)),
             blob_bytes=self.layout.num_bytes,
             device=device,
         )

@@ -1,119 +1,310 @@
-"""The slot cache: a fixed array of GPU slots in front of the host slab.
+"""The slot cache: a fixed array of GPU slots in front of the host slab, one arena for all layers.
 
-Each layer has an arena of equal size, kept by least recent use. (One arena for all layers would be scanned in a cycle,
-layer after layer, and never hit once it is smaller than the model's working set.) A slot is held from lookup until its
-GEMM is done, and a held slot is never overwritten. Weights are read-only: eviction copies nothing back.
+What a layer needs comes in waves: what is in slots already first, the missing experts as they land. A slot is *held*
+from lookup until its wave is over, and overwritten only behind the fence of its last use. Who makes room is the choice
+of the policy (`placement.cache`). When very much is missing, experts stream through two groups of slots, and what the
+cache holds stays. Weights are read-only: eviction copies nothing back.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from placement.cache.policy import EvictionPolicy
 from placement.core import ExpertId
 from workers.host_slab import HostSlab
+from workers.links import Arrival, Fence, Link
+from workers.prefetch import PrefetchJudge
+from workers.telemetry import CacheCounters
 
-
-@dataclass(slots=True, kw_only=True)
-class CacheCounters:
-    """How often an expert that a step needed was in a slot already, and what was copied and evicted."""
-
-    lookups: int = 0
-    hits: int = 0
-    copies: int = 0
-    copied_bytes: int = 0
-    evictions: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hits / self.lookups if self.lookups else float("nan")
+LANDING_GROUP = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """Experts of one layer that lie in slots at the same time. slot_of maps expert -> index in the layer's arena."""
+    """Experts of one layer that lie in slots at the same time. slot_of maps expert -> slot."""
 
     slot_of: dict[int, int]
 
 
 class SlotCache:
-    """slots: uint8 [L * slots_per_layer, blob_bytes] on device, allocated once."""
+    """[num_slots, blob_bytes] uint8 on the device. One thread at a time may use it.
+
+    stream_from: with so many experts missing from one layer, they stream through 2 * LANDING_GROUP slots.
+    """
 
     def __init__(
-        self, *, slab: HostSlab, num_layers: int, slots_per_layer: int, blob_bytes: int, device: torch.device
+        self,
+        *,
+        slab: HostSlab,
+        policy: EvictionPolicy,
+        link: Link,
+        num_slots: int,
+        blob_bytes: int,
+        device: torch.device,
+        stream_from: int = 48,
     ) -> None:
-        self._slab = slab
-        self._slots_per_layer = slots_per_layer
-        self._slots = torch.zeros((num_layers * slots_per_layer, blob_bytes), dtype=torch.uint8, device=device)
-        self._used: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_layers)]
-        self._free = [list(range(slots_per_layer - 1, -1, -1)) for _ in range(num_layers)]
-        self._held: list[set[int]] = [set() for _ in range(num_layers)]
         self.counters = CacheCounters()
+        self.generation = 0
+        self._slab = slab
+        self._policy = policy
+        self._link = link
+        self._blob_bytes = blob_bytes
+        self._device = device
+        self._stream_from = stream_from
+        self._judge = PrefetchJudge()
+        self._ahead: Arrival | None = None
+        self._ahead_slots: list[int] = []
+        self._allocate(num_slots)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.slots)
 
     @property
     def num_bytes(self) -> int:
-        return self._slots.numel()
-
-    def arena(self, layer: int) -> torch.Tensor:
-        """[slots_per_layer, blob_bytes]: the slots of one layer."""
-        start = layer * self._slots_per_layer
-        return self._slots[start : start + self._slots_per_layer]
+        return self.slots.numel()
 
     def resident(self, layer: int) -> frozenset[int]:
-        """The experts of a layer that lie in slots now."""
-        return frozenset(self._used[layer])
+        """The experts of a layer that lie in slots now, or are on their way there."""
+        return frozenset(item.expert for item in self._slot_of if item.layer == layer)
+
+    # ----------------------------------------------------------------------------------------------------- demand
 
     def waves(self, layer: int, experts: list[int]) -> Iterator[Wave]:
-        """Bring a step's experts through the arena: what is there first, then the missing ones, as many as fit at once.
+        """Bring a step's distinct experts through the slots. Every expert must be in the host slab.
 
-        The slots of a wave are held until the next wave is asked for. Every expert must be in the host slab.
+        What the caller computes with a wave must be under way when it asks for the next.
         """
-        used = self._used[layer]
-        hits = [expert for expert in experts if expert in used]
-        misses = [expert for expert in experts if expert not in used]
-        self.counters.lookups += len(experts)
-        self.counters.hits += len(hits)
-        for expert in hits:
-            used.move_to_end(expert)
-        if hits:
-            yield from self._hold(layer, hits)
-        for start in range(0, len(misses), self._slots_per_layer):
-            wave = misses[start : start + self._slots_per_layer]
-            self._held[layer].update(wave)
-            for expert in wave:
-                self._fetch(layer, expert)
-            yield from self._hold(layer, wave)
+        needed = [ExpertId(layer, expert) for expert in experts]
+        hits = [item for item in needed if item in self._slot_of]
+        missing = deque(item for item in needed if item not in self._slot_of)
+        self.counters.look_up(len(needed), len(hits))
+        held = [self._slot_of[item] for item in hits]
+        self._held[held] = True
+        landing: deque[list[ExpertId]] = deque()
+        try:
+            free = deque(self._victims(self._room_for(len(missing))))
+            landing += self._submit(missing, free)
+            # After the copies are under way, since they are what the layer waits for.
+            self._policy.observe(layer, np.array(experts, np.int64))
+            if hits:
+                yield self._use(hits)
+                self._release(held)
+            while missing or landing:
+                if not landing:
+                    free.extend(self._victims(len(missing)))
+                    landing += self._submit(missing, free)
+                group = landing.popleft()
+                yield self._use(group)
+                slots = [self._slot_of[item] for item in group]
+                self._release(slots)
+                if missing:
+                    free.extend(slots)
+                    landing += self._submit(missing, free)
+            # While the device computes: who makes room for what the next layer will miss?
+            if len(self._ranked) < len(experts):
+                self._ranked = self._rank(self._open(), 2 * len(experts))
+        finally:
+            # A caller that broke off leaves copies under way into slots that are free for others from now on.
+            for group in landing:
+                self._use(group)
+            self._held[:] = False
+
+    def _room_for(self, num_missing: int) -> int:
+        if num_missing < self._stream_from:
+            return num_missing
+        self.counters.streamed_layers += 1
+        return 2 * LANDING_GROUP
+
+    def _submit(self, missing: deque[ExpertId], free: deque[int]) -> deque[list[ExpertId]]:
+        """Send for as many missing experts as there are free slots, group by group, each group one submission."""
+        groups: deque[list[ExpertId]] = deque()
+        while missing and free:
+            group = [missing.popleft() for _ in range(min(LANDING_GROUP, len(missing), len(free)))]
+            slots = [free.popleft() for _ in group]
+            self._send(group, slots, urgent=True)
+            self._held[slots] = True
+            groups.append(group)
+        return groups
+
+    def _send(self, items: list[ExpertId], slots: list[int], *, urgent: bool) -> None:
+        fences = [fence for slot in slots if (fence := self._fence[slot]) is not None]
+        newest = max(fences, key=lambda fence: fence.number, default=None)
+        for slot in slots:
+            self._empty(slot)
+        pairs = [(self.slots[slot], self._slab.blob(item)) for item, slot in zip(items, slots, strict=True)]
+        arrival = self._link.copy(pairs, after=newest, urgent=urgent)
+        for item, slot in zip(items, slots, strict=True):
+            self._slot_of[item] = slot
+            self._item_in[slot] = item
+            self._layer_in[slot], self._expert_in[slot] = item.layer, item.expert
+            self._arrival[slot] = arrival
+        self.counters.copies += len(items)
+        self.counters.copied_bytes += len(items) * self._blob_bytes
+
+    def _use(self, items: list[ExpertId]) -> Wave:
+        slots = [self._slot_of[item] for item in items]
+        arrivals = {id(arrival): arrival for slot in slots if (arrival := self._arrival[slot]) is not None}
+        for arrival in arrivals.values():
+            with self.counters.stalled():
+                arrival.wait()
+        for slot in slots:
+            self._arrival[slot] = None
+            if self._foreseen[slot]:
+                self._foreseen[slot] = False
+                self._judge.used()
+                self.counters.prefetch_used += 1
+        return Wave(slot_of={item.expert: slot for item, slot in zip(items, slots, strict=True)})
+
+    def _release(self, slots: list[int]) -> None:
+        fence = self._link.fence()
+        for slot in slots:
+            self._fence[slot] = fence
+        self._held[slots] = False
+
+    # ---------------------------------------------------------------------------------------------------- evicting
+
+    def _victims(self, count: int) -> list[int]:
+        """Up to count slots that may be overwritten: empty ones, then those of least value.
+
+        Whom the last layer ranked comes first; more are ranked anew where those do not suffice.
+        """
+        if count == 0:
+            return []
+        free = self._open()
+        ranked = [slot for slot in self._ranked if free[slot]]
+        if len(ranked) < count:
+            ranked = self._rank(free, count)
+        self._ranked = ranked[count:]
+        return ranked[:count]
+
+    def _open(self) -> NDArray[np.bool_]:
+        """Which slots [S] may be overwritten."""
+        free = ~self._held
+        if self._ahead is not None and not self._ahead.done():
+            # A prefetch is still writing there.
+            free[self._ahead_slots] = False
+            if not free.any():
+                self._ahead.finish()
+                free = ~self._held
+        return free
+
+    def _rank(self, free: NDArray[np.bool_], count: int) -> list[int]:
+        """Up to count of the free slots, those to be overwritten first at the front."""
+        empty = np.flatnonzero((self._layer_in < 0) & free)[:count]
+        filled = np.flatnonzero((self._layer_in >= 0) & free)
+        wanted = min(count - len(empty), len(filled))
+        if wanted <= 0:
+            return [int(slot) for slot in empty]
+        values = self._policy.values(self._layer_in[filled], self._expert_in[filled])
+        least = np.argpartition(values, wanted - 1)[:wanted]
+        return [int(slot) for slot in (*empty, *filled[least[np.argsort(values[least])]])]
+
+    def _empty(self, slot: int) -> None:
+        item = self._item_in[slot]
+        if item is None:
+            return
+        del self._slot_of[item]
+        self._item_in[slot] = None
+        self._layer_in[slot] = -1
+        self.counters.evictions += 1
+        if self._foreseen[slot]:
+            self._foreseen[slot] = False
+            self._judge.wasted()
+            self.counters.prefetch_wasted_bytes += self._blob_bytes
 
     def forget(self, expert: ExpertId) -> None:
         """Drop an expert that this rank no longer owns."""
-        slot = self._used[expert.layer].pop(expert.expert, None)
-        if slot is not None:
-            self._free[expert.layer].append(slot)
+        slot = self._slot_of.get(expert)
+        if slot is None:
+            return
+        arrival = self._arrival[slot]
+        if arrival is not None:
+            # Its blob may be released next: the copy must not read a row that another expert has got.
+            arrival.finish()
+            self._arrival[slot] = None
+        self._empty(slot)
+        self.counters.evictions -= 1
 
     def let_go(self) -> None:
         """No step is under way: hold nothing."""
-        for held in self._held:
-            held.clear()
+        self._held[:] = False
 
-    def _hold(self, layer: int, experts: list[int]) -> Iterator[Wave]:
-        self._held[layer].update(experts)
-        try:
-            yield Wave(slot_of={expert: self._used[layer][expert] for expert in experts})
-        finally:
-            self._held[layer].difference_update(experts)
+    # --------------------------------------------------------------------------------------------------- prefetching
 
-    def _fetch(self, layer: int, expert: int) -> None:
-        blob = self._slab.blob(ExpertId(layer, expert))
-        slot = self._free[layer].pop() if self._free[layer] else self._evict(layer)
-        self.arena(layer)[slot].copy_(blob, non_blocking=True)
-        self._used[layer][expert] = slot
-        self.counters.copies += 1
-        self.counters.copied_bytes += blob.numel()
+    def prefetch(self, layer: int, experts: list[int]) -> None:
+        """Send for experts that a layer ahead will probably need, as far as slots of little value can be had.
 
-    def _evict(self, layer: int) -> int:
-        victim = next(expert for expert in self._used[layer] if expert not in self._held[layer])
-        self.counters.evictions += 1
-        return self._used[layer].pop(victim)
+        Does nothing while the link is busy with an earlier prefetch, or while prefetches are hardly ever used.
+        """
+        absent = [item for item in (ExpertId(layer, expert) for expert in experts) if item not in self._slot_of]
+        busy = self._ahead is not None and not self._ahead.done()
+        if not absent or busy or not self._judge.allows():
+            return
+        slots = self._victims(len(absent))
+        items = absent[: len(slots)]
+        if not items:
+            return
+        self._send(items, slots, urgent=False)
+        self._foreseen[slots] = True
+        self._ahead, self._ahead_slots = self._arrival[slots[0]], slots
+        self.counters.prefetched += len(items)
+
+    def likely(self, layer: int, count: int) -> list[int]:
+        """The experts of a layer that the policy's model of reuse thinks most likely, given what ran last."""
+        chances = self._policy.chances(layer)
+        return [int(expert) for expert in np.argsort(-chances)[:count]]
+
+    # -------------------------------------------------------------------------------------------------------- memory
+
+    def warm_up(self, hottest: list[ExpertId]) -> None:
+        """Fill empty slots, the hottest experts first, and wait until they are there."""
+        here = self._slab.experts()
+        items = [item for item in hottest if item in here and item not in self._slot_of]
+        slots = [int(slot) for slot in np.flatnonzero(self._layer_in < 0)][: len(items)]
+        for start in range(0, len(slots), LANDING_GROUP):
+            part = slots[start : start + LANDING_GROUP]
+            self._send(items[start : start + len(part)], part, urgent=True)
+        for slot in slots:
+            arrival = self._arrival[slot]
+            if arrival is not None:
+                arrival.finish()
+                self._arrival[slot] = None
+
+    def resize(self, num_slots: int) -> None:
+        """Have so many slots from now on, empty ones; memory of the old goes back first. No step may be under way."""
+        for arrival in self._arrival:
+            if arrival is not None:
+                arrival.finish()
+        self.counters.resizes += 1
+        self.generation += 1
+        del self.slots
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        self._allocate(num_slots)
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _allocate(self, num_slots: int) -> None:
+        assert num_slots >= 1
+        self.slots = torch.zeros((num_slots, self._blob_bytes), dtype=torch.uint8, device=self._device)
+        self._slot_of: dict[ExpertId, int] = {}
+        self._item_in: list[ExpertId | None] = [None] * num_slots
+        self._layer_in: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
+        self._expert_in: NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self._held: NDArray[np.bool_] = np.zeros(num_slots, bool)
+        self._foreseen: NDArray[np.bool_] = np.zeros(num_slots, bool)
+        self._arrival: list[Arrival | None] = [None] * num_slots
+        self._fence: list[Fence | None] = [None] * num_slots
+        self._ahead = None
+        self._ahead_slots = []
+        self._ranked: list[int] = []

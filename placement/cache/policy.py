@@ -53,9 +53,10 @@ class EvictionPolicy:
 
     def observe(self, layer: int, experts: NDArray[np.int64]) -> None:
         """Layer `layer` needs these distinct experts now."""
-        note_uses(self.history, self.clock, layer, experts)
+        chosen = experts.astype(np.int32)
+        note_uses(self.history, self.clock, layer, chosen)
         if self.kind == REUSE:
-            learn_uses(self.reuse, self.clock, layer, experts)
+            learn_uses(self.reuse, self.clock, layer, chosen)
         self._layer = layer
         self.clock += 1
 

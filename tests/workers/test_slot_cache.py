@@ -1,91 +1,208 @@
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement.cache.policy import EvictionPolicy, PolicyName
 from placement.core import ExpertId
 from workers.host_slab import HostSlab
-from workers.slot_cache import SlotCache
+from workers.links import DirectLink, Link
+from workers.prefetch import ENOUGH, PAUSE_CALLS, PrefetchJudge
+from workers.slot_cache import LANDING_GROUP, SlotCache
+from workers.thread_link import ThreadLink
 
-NUM_EXPERTS = 6
+LAYERS, EXPERTS, BLOB = 2, 12, 512
 
 
-def _cache(slots_per_layer: int) -> tuple[HostSlab, SlotCache]:
-    slab = HostSlab(capacity=2 * NUM_EXPERTS, blob_bytes=256)
-    for layer in range(2):
-        for expert in range(NUM_EXPERTS):
-            slab.add(ExpertId(layer, expert), torch.full((256,), 10 * layer + expert, dtype=torch.uint8))
-    cache = SlotCache(
-        slab=slab, num_layers=2, slots_per_layer=slots_per_layer, blob_bytes=256, device=torch.device("cpu")
+def _slab() -> HostSlab:
+    slab = HostSlab(capacity=LAYERS * EXPERTS, blob_bytes=BLOB)
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            slab.add(ExpertId(layer, expert), torch.full((BLOB,), 20 * layer + expert, dtype=torch.uint8))
+    return slab
+
+
+def _cache(num_slots: int, *, link: Link | None = None, policy: PolicyName = PolicyName.LRU) -> SlotCache:
+    return SlotCache(
+        slab=_slab(),
+        policy=EvictionPolicy(policy, num_layers=LAYERS, num_experts=EXPERTS, top_k=2, share=0.3),
+        link=link or DirectLink(),
+        num_slots=num_slots,
+        blob_bytes=BLOB,
+        device=torch.device("cpu"),
+        stream_from=8,
     )
-    return slab, cache
 
 
-def _run(cache: SlotCache, layer: int, experts: list[int]) -> list[set[int]]:
+def _run(cache: SlotCache, layer: int, experts: list[int], pause: Callable[[], None] = lambda: None) -> list[set[int]]:
     """One step; checks that each expert's slot holds its weights while it is held."""
     waves = []
     for wave in cache.waves(layer, experts):
-        for expert, slot in wave.slot_of.items():
-            assert cache.arena(layer)[slot].eq(10 * layer + expert).all()
+        for _ in range(2):
+            for expert, slot in wave.slot_of.items():
+                assert cache.slots[slot].eq(20 * layer + expert).all()
+            pause()
         waves.append(set(wave.slot_of))
     return waves
 
 
 def test_what_is_in_slots_comes_first_and_the_missing_ones_after() -> None:
-    _, cache = _cache(3)
+    cache = _cache(4)
     _run(cache, 0, [0, 1])
     assert _run(cache, 0, [0, 1, 2, 3]) == [{0, 1}, {2, 3}]
 
 
 def test_more_experts_than_slots_come_in_several_waves() -> None:
-    _, cache = _cache(2)
-    assert _run(cache, 0, [0, 1, 2, 3, 4]) == [{0, 1}, {2, 3}, {4}]
+    assert _run(_cache(2), 0, [0, 1, 2, 3, 4]) == [{0, 1}, {2, 3}, {4}]
 
 
-def test_the_least_recently_used_expert_makes_room() -> None:
-    _, cache = _cache(2)
-    for step in ([0], [1], [0], [2]):
-        _run(cache, 0, step)
-    assert cache.resident(0) == {0, 2}
-
-
-def test_layers_do_not_take_slots_from_each_other() -> None:
-    _, cache = _cache(2)
-    _run(cache, 0, [0, 1])
-    _run(cache, 1, [2, 3, 4, 5])
-    assert cache.resident(0) == {0, 1}
+def test_the_least_recently_used_expert_makes_room_in_any_layer() -> None:
+    cache = _cache(2)
+    for layer, expert in ((0, 0), (1, 1), (0, 0), (1, 2)):
+        _run(cache, layer, [expert])
+    assert (cache.resident(0), cache.resident(1)) == ({0}, {2})
 
 
 def test_lookups_hits_copies_and_evictions_are_counted() -> None:
-    _, cache = _cache(2)
+    cache = _cache(2)
     for step in ([0, 1], [1, 2]):
         _run(cache, 0, step)
     counters = cache.counters
     assert (counters.lookups, counters.hits, counters.copies, counters.evictions) == (4, 1, 3, 1)
-    assert counters.copied_bytes == 3 * 256
+    assert counters.copied_bytes == 3 * BLOB
     assert counters.hit_rate == 0.25
 
 
+def test_a_layer_that_needs_nearly_everything_streams_and_leaves_the_rest_of_the_cache_alone() -> None:
+    cache = _cache(LAYERS * LANDING_GROUP + 4, policy=PolicyName.LFU)
+    for _ in range(3):
+        _run(cache, 1, [0, 1, 2, 3])
+    waves = _run(cache, 0, list(range(EXPERTS)))
+    assert [len(wave) for wave in waves] == [4, 4, 4]
+    assert cache.resident(1) == {0, 1, 2, 3}
+    assert cache.counters.streamed_layers == 1
+
+
 def test_a_forgotten_expert_is_fetched_anew() -> None:
-    slab, cache = _cache(2)
+    slab = _slab()
+    cache = _cache(2)
+    cache._slab = slab
     _run(cache, 0, [0])
     cache.forget(ExpertId(0, 0))
     slab.release(ExpertId(0, 0))
-    slab.add(ExpertId(0, 0), torch.full((256,), 99, dtype=torch.uint8))
+    slab.add(ExpertId(0, 0), torch.full((BLOB,), 99, dtype=torch.uint8))
     (wave,) = cache.waves(0, [0])
-    assert cache.arena(0)[wave.slot_of[0]].eq(99).all()
+    assert cache.slots[wave.slot_of[0]].eq(99).all()
 
 
-@given(
-    slots=st.integers(1, NUM_EXPERTS),
-    steps=st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, NUM_EXPERTS - 1), unique=True)), max_size=12),
+def test_a_step_that_breaks_off_leaves_nothing_held() -> None:
+    cache = _cache(3)
+    steps = cache.waves(0, [0, 1, 2])
+    next(steps)
+    steps.close()
+    assert _run(cache, 1, [3, 4, 5]) == [{3, 4, 5}]
+
+
+def test_a_prefetched_expert_is_a_hit_and_one_that_was_not_needed_is_counted_as_waste() -> None:
+    cache = _cache(4)
+    cache.prefetch(1, [5, 6])
+    assert _run(cache, 1, [5]) == [{5}]
+    _run(cache, 0, [0, 1, 2, 3])
+    counters = cache.counters
+    assert (counters.prefetched, counters.prefetch_used, counters.prefetch_wasted_bytes) == (2, 1, BLOB)
+
+
+def test_prefetching_that_never_hits_stops_and_tries_again_later() -> None:
+    judge = PrefetchJudge()
+    for _ in range(ENOUGH):
+        assert judge.allows()
+        judge.wasted()
+    assert sum(judge.allows() for _ in range(PAUSE_CALLS + 1)) == 0
+    assert judge.allows()
+
+
+def test_a_resized_cache_is_empty_and_serves_on() -> None:
+    cache = _cache(6)
+    _run(cache, 0, [0, 1, 2])
+    cache.resize(2)
+    assert (cache.num_slots, cache.generation, cache.resident(0)) == (2, 1, frozenset())
+    assert _run(cache, 0, [0, 1, 2]) == [{0, 1}, {2}]
+
+
+def test_warming_up_fills_the_slots_with_the_hottest() -> None:
+    cache = _cache(3)
+    cache.warm_up([ExpertId(1, expert) for expert in (7, 8, 9, 10)])
+    assert cache.resident(1) == {7, 8, 9}
+
+
+def test_an_urgent_copy_overtakes_a_prefetch_between_two_chunks() -> None:
+    link = ThreadLink(bytes_per_s=2e5, chunk_bytes=BLOB // 2)
+    source = torch.ones(20 * BLOB, dtype=torch.uint8)
+    patient = link.copy([(torch.zeros_like(source), source)], after=None, urgent=False)
+    urgent = link.copy([(torch.zeros(BLOB, dtype=torch.uint8), source[:BLOB])], after=None, urgent=True)
+    urgent.wait()
+    assert not patient.done()
+    patient.wait()
+    link.close()
+
+
+def test_the_bucket_lets_through_what_its_rate_allows() -> None:
+    link = ThreadLink(bytes_per_s=1e6, chunk_bytes=1000)
+    source = torch.ones(100_000, dtype=torch.uint8)
+    begun = time.monotonic()
+    link.copy([(torch.zeros_like(source), source)], after=None, urgent=True).wait()
+    assert time.monotonic() - begun > 0.08
+    link.close()
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, LAYERS - 1),
+        st.lists(st.integers(0, EXPERTS - 1), unique=True),
+        st.lists(st.integers(0, EXPERTS - 1), unique=True, max_size=3),
+        st.sampled_from([0, 0, 0, 0, 1, 3, 9]),
+    ),
+    max_size=12,
 )
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_slots=st.integers(1, 14), steps=STEPS, name=st.sampled_from([PolicyName.LRU, PolicyName.REUSE]))
 def test_every_expert_of_every_step_is_served_with_its_own_weights(
-    slots: int, steps: list[tuple[int, list[int]]]
+    num_slots: int, steps: list[tuple[int, list[int], list[int], int]], name: PolicyName
 ) -> None:
-    _, cache = _cache(slots)
-    for layer, experts in steps:
+    cache = _cache(num_slots, policy=name)
+    for layer, experts, ahead, size in steps:
         waves = _run(cache, layer, experts)
         assert sorted(expert for wave in waves for expert in wave) == sorted(experts)
-        assert len(cache.resident(layer)) <= slots
+        cache.prefetch((layer + 1) % LAYERS, ahead)
+        if size:
+            cache.resize(size)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_race_is_lost_when_every_event_takes_a_random_time(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def delay() -> None:
+        time.sleep(rng.choice([0, 0, 0, 0.0002, 0.001]))
+
+    link = ThreadLink(bytes_per_s=1e8, chunk_bytes=BLOB // 2, delay=delay)
+    cache = _cache(rng.randint(2, 10), link=link, policy=PolicyName.REUSE)
+    pick = np.random.default_rng(seed)
+    for step in range(80):
+        layer = step % LAYERS
+        experts = pick.choice(EXPERTS, rng.randint(0, EXPERTS), replace=False).tolist()
+        waves = _run(cache, layer, experts, pause=delay)
+        assert sorted(expert for wave in waves for expert in wave) == sorted(experts)
+        cache.prefetch((layer + 1) % LAYERS, cache.likely((layer + 1) % LAYERS, 3))
+        if rng.random() < 0.05:
+            cache.resize(rng.randint(1, 12))
+    cache.close()

@@ -1,0 +1,142 @@
+"""Links: how blobs come from host memory into slots, beside the computing.
+
+A link copies a *batch* of blobs as one submission and gives back an *arrival*, for which the computing waits just
+before it needs the slots, never for anything else. A *fence* marks what the computing has been told to do so far; a
+slot that it may still read is overwritten only behind its fence. Urgent batches (a layer waits for them) overtake the
+others, which go in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+CHUNK_BYTES = 4 << 20
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Arrival(Protocol):
+    """A batch on its way."""
+
+    def wait(self) -> None:
+        """Let what is computed from now on come after the batch."""
+
+    def done(self) -> bool:
+        """Whether it is there already."""
+
+    def finish(self) -> None:
+        """Return once it is there; the blobs may then be overwritten."""
+
+
+class Fence(Protocol):
+    """A mark in the computing; later ones have a higher number."""
+
+    @property
+    def number(self) -> int: ...
+
+
+class Link(Protocol):
+    """pairs: (slot, blob), both uint8 of one length. after: the newest fence of these slots, None if they have none."""
+
+    def copy(self, pairs: Sequence[Pair], *, after: Fence | None, urgent: bool) -> Arrival: ...
+
+    def fence(self) -> Fence: ...
+
+    def close(self) -> None: ...
+
+
+def chunks_of(pairs: Sequence[Pair], chunk_bytes: int) -> list[Pair]:
+    """The same copies in pieces of at most chunk_bytes."""
+    pieces: list[Pair] = []
+    for target, source in pairs:
+        pieces += zip(torch.split(target, chunk_bytes), torch.split(source, chunk_bytes), strict=True)
+    return pieces
+
+
+class _Numbered:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def wait(self) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        return
+
+
+class DirectLink:
+    """Copies at once, in the caller: for experts and slots in the same memory."""
+
+    def __init__(self) -> None:
+        self._fences = 0
+
+    def copy(self, pairs: Sequence[Pair], *, after: Fence | None, urgent: bool) -> Arrival:
+        for target, source in pairs:
+            target.copy_(source)
+        return _Numbered(0)
+
+    def fence(self) -> Fence:
+        self._fences += 1
+        return _Numbered(self._fences)
+
+    def close(self) -> None:
+        return
+
+
+class _CudaArrival:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def finish(self) -> None:
+        self._event.synchronize()
+
+
+class _CudaFence:
+    def __init__(self, event: torch.cuda.Event, number: int) -> None:
+        self.event = event
+        self.number = number
+
+
+class CudaLink:
+    """Two streams of one GPU: urgent copies with high priority, and prefetches in chunks beside them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._urgent = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._patient = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+        self._fences = 0
+
+    def copy(self, pairs: Sequence[Pair], *, after: Any, urgent: bool) -> Arrival:
+        stream = self._urgent if urgent else self._patient
+        if after is not None:
+            stream.wait_event(after.event)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            for target, source in pairs if urgent else chunks_of(pairs, CHUNK_BYTES):
+                target.copy_(source, non_blocking=True)
+            event.record(stream)
+        return _CudaArrival(event)
+
+    def fence(self) -> Fence:
+        self._fences += 1
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return _CudaFence(event, self._fences)
+
+    def close(self) -> None:
+        self._urgent.synchronize()
+        self._patient.synchronize()
+
+
+def link_for(device: torch.device) -> Link:
+    return CudaLink(device) if device.type == "cuda" else DirectLink()
