@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,15 +18,25 @@ MOST_THREADS = 16
 
 def host_memory(rows: int, row_bytes: int, *, pin: bool) -> torch.Tensor:
     """[rows, row_bytes] uint8, zeroed; pinned where asked and possible. A refusal by CUDA is a warning."""
-    memory = torch.empty((rows, row_bytes), dtype=torch.uint8)
-    flat = memory.view(-1)
-    parts = torch.split(flat, CHUNK_BYTES) if len(flat) else ()
+    if rows == 0:
+        return torch.empty((0, row_bytes), dtype=torch.uint8)
+    flat = torch.frombuffer(mmap.mmap(-1, rows * row_bytes), dtype=torch.uint8)
+    parts = torch.split(flat, chunk_rows(row_bytes) * row_bytes)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
         # A page belongs to the NUMA node of the thread that touches it first; zeroing lets go of the GIL.
         list(threads.map(torch.Tensor.zero_, parts))
     if pin:
         _register(parts)
-    return memory
+    return flat.view(rows, row_bytes)
+
+
+def chunk_rows(row_bytes: int) -> int:
+    """Rows of a chunk: about 1 GiB, and whole pages.
+
+    CUDA refuses to copy from a range that lies in two registrations, so that no row may cross from one to the next.
+    """
+    rows_of_whole_pages = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)
+    return max(1, CHUNK_BYTES // (row_bytes * rows_of_whole_pages)) * rows_of_whole_pages
 
 
 def _register(parts: tuple[torch.Tensor, ...]) -> None:
