@@ -30,6 +30,10 @@ class Bank:
         gathered = {name: view[used] for name, view in self._views.items()}
         return SlotExperts(self._module, gathered).forward(hidden, index)
 
+    def weighted(self, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden [n, H], slots and weights [n, K] -> [n, H], on a GPU."""
+        return self._experts.weighted(hidden, slots, weights)
+
 
 def make_banks(module: nn.Module, layout: BlobLayout, slots: torch.Tensor) -> list[Bank]:
     """Banks of 1,000 slots each."""

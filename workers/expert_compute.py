@@ -13,7 +13,10 @@ from workers.slot_cache import SlotCache
 
 
 class ExpertCompute:
-    """The experts of MoE layer `layer` in a cache's slots. partial_dtype: in which a token's experts are summed."""
+    """The experts of MoE layer `layer` in a cache's slots. partial_dtype: in which a token's experts are summed.
+
+    alone: this rank has all experts. On a GPU whose slots hold them all nothing is looked up then, and nothing waits.
+    """
 
     def __init__(
         self,
@@ -24,6 +27,7 @@ class ExpertCompute:
         cache: SlotCache,
         num_experts: int,
         partial_dtype: torch.dtype,
+        alone: bool = False,
     ) -> None:
         self._layer = layer
         self._module = module
@@ -32,18 +36,26 @@ class ExpertCompute:
         self._partial_dtype = partial_dtype
         self._slot_of = np.full(num_experts + 1, -1, np.int64)
         self._generation = -1
+        self._alone = alone
+        self.pairs = 0
 
     def __call__(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden [n, H], experts [n, K] (-1: not here), weights [n, K] -> their weighted sums [n, H]."""
         if self._generation != self._cache.generation:
             self._banks = make_banks(self._module, self._layout, self._cache.slots)
             self._generation = self._cache.generation
+        if self._alone and hidden.device.type == "cuda" and len(self._banks) == 1:
+            table = self._cache.whole_table(self._layer)
+            if table is not None:
+                self.pairs += experts.numel()
+                return self._banks[0].weighted(hidden, table[experts.long()], weights.to(hidden.dtype))
         # The one time that the host waits for the device: which experts does the layer need?
         chosen = experts.cpu().numpy().reshape(-1)
         top_k = experts.shape[1]
         weight = weights.reshape(-1)
         partial = torch.zeros(hidden.shape, dtype=self._partial_dtype, device=hidden.device)
         needed = np.unique(chosen)
+        self.pairs += int((chosen >= 0).sum())
         for wave in self._cache.waves(self._layer, needed[needed >= 0].tolist()):
             for bank, where, slots in self._by_bank(wave.slot_of, chosen):
                 table = torch.from_numpy(np.stack([where, where // top_k, slots])).to(hidden.device, non_blocking=True)

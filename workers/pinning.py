@@ -40,7 +40,7 @@ def chunk_rows(row_bytes: int) -> int:
 
 
 def _register(parts: tuple[torch.Tensor, ...]) -> None:
-    runtime: Any = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     done = 0
     for part in parts:
         error = runtime.cudaHostRegister(part.data_ptr(), part.numel(), 0)

@@ -81,5 +81,9 @@ class SlotExperts:
     def forward(self, hidden: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """hidden [n, H], slots [n] -> [n, H]: each row through the expert in its slot, unweighted."""
         ones = torch.ones((len(slots), 1), dtype=hidden.dtype, device=hidden.device)
-        out: torch.Tensor = grouped_mm_experts_forward(self, hidden, slots.unsqueeze(1), ones)
+        return self.weighted(hidden, slots.unsqueeze(1), ones)
+
+    def weighted(self, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden [n, H], slots and weights [n, K] -> [n, H]: the weighted sum, as Transformers adds it."""
+        out: torch.Tensor = grouped_mm_experts_forward(self, hidden, slots, weights)
         return out

@@ -23,7 +23,9 @@ from workers.links import Arrival, Fence, Link
 from workers.prefetch import PrefetchJudge
 from workers.telemetry import CacheCounters
 
-LANDING_GROUP = 4
+LANDING_GROUP = 8
+ONE_WAVE = 16
+STREAM_FROM = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,9 @@ class Wave:
 class SlotCache:
     """[num_slots, blob_bytes] uint8 on the device. One thread at a time may use it.
 
-    stream_from: with so many experts missing from one layer, they stream through 2 * LANDING_GROUP slots.
+    landing_group: experts sent for as one. one_wave: layers that need no more come as one wave, since launching the
+    products twice would cost more than they could overlap. stream_from: with so many missing from one layer, they
+    stream through two landing groups.
     """
 
     def __init__(
@@ -48,7 +52,9 @@ class SlotCache:
         num_slots: int,
         blob_bytes: int,
         device: torch.device,
-        stream_from: int = 48,
+        landing_group: int = LANDING_GROUP,
+        one_wave: int = ONE_WAVE,
+        stream_from: int = STREAM_FROM,
     ) -> None:
         self.counters = CacheCounters()
         self.generation = 0
@@ -57,10 +63,14 @@ class SlotCache:
         self._link = link
         self._blob_bytes = blob_bytes
         self._device = device
+        self._landing_group = landing_group
+        self._one_wave = one_wave
         self._stream_from = stream_from
         self._judge = PrefetchJudge()
         self._ahead: Arrival | None = None
         self._ahead_slots: list[int] = []
+        self._ranked: list[int] = []
+        self._tables: torch.Tensor | None = None
         self._allocate(num_slots)
 
     @property
@@ -75,6 +85,18 @@ class SlotCache:
         """The experts of a layer that lie in slots now, or are on their way there."""
         return frozenset(item.expert for item in self._slot_of if item.layer == layer)
 
+    def whole_table(self, layer: int) -> torch.Tensor | None:
+        """[E] the slots of a layer's experts, on the device, if all experts of all layers are in slots; else None."""
+        shape = self._policy.history.last.shape
+        if len(self._slot_of) < shape[0] * shape[1]:
+            return None
+        if self._tables is None:
+            if any(arrival is not None for arrival in self._arrival):
+                return None
+            slots = [[self._slot_of[ExpertId(row, expert)] for expert in range(shape[1])] for row in range(shape[0])]
+            self._tables = torch.tensor(slots, device=self._device)
+        return self._tables[layer]
+
     # ----------------------------------------------------------------------------------------------------- demand
 
     def waves(self, layer: int, experts: list[int]) -> Iterator[Wave]:
@@ -88,15 +110,20 @@ class SlotCache:
         self.counters.look_up(len(needed), len(hits))
         held = [self._slot_of[item] for item in hits]
         self._held[held] = True
+        self._ranked = [slot for slot in self._ranked if not self._held[slot]]
         landing: deque[list[ExpertId]] = deque()
         try:
             free = deque(self._victims(self._room_for(len(missing))))
             landing += self._submit(missing, free)
             # After the copies are under way, since they are what the layer waits for.
             self._policy.observe(layer, np.array(experts, np.int64))
-            if hits:
-                yield self._use(hits)
-                self._release(held)
+            first = hits
+            if len(needed) <= self._one_wave and not missing:
+                first = [*hits, *(item for group in landing for item in group)]
+                landing.clear()
+            if first:
+                yield self._use(first)
+                self._release([self._slot_of[item] for item in first])
             while missing or landing:
                 if not landing:
                     free.extend(self._victims(len(missing)))
@@ -109,8 +136,8 @@ class SlotCache:
                     free.extend(slots)
                     landing += self._submit(missing, free)
             # While the device computes: who makes room for what the next layer will miss?
-            if len(self._ranked) < len(experts):
-                self._ranked = self._rank(self._open(), 2 * len(experts))
+            if len(hits) < len(needed):
+                self._ranked = self._rank(self._open(), len(needed))
         finally:
             # A caller that broke off leaves copies under way into slots that are free for others from now on.
             for group in landing:
@@ -121,13 +148,13 @@ class SlotCache:
         if num_missing < self._stream_from:
             return num_missing
         self.counters.streamed_layers += 1
-        return 2 * LANDING_GROUP
+        return 2 * self._landing_group
 
     def _submit(self, missing: deque[ExpertId], free: deque[int]) -> deque[list[ExpertId]]:
         """Send for as many missing experts as there are free slots, group by group, each group one submission."""
         groups: deque[list[ExpertId]] = deque()
         while missing and free:
-            group = [missing.popleft() for _ in range(min(LANDING_GROUP, len(missing), len(free)))]
+            group = [missing.popleft() for _ in range(min(self._landing_group, len(missing), len(free)))]
             slots = [free.popleft() for _ in group]
             self._send(group, slots, urgent=True)
             self._held[slots] = True
@@ -212,6 +239,7 @@ class SlotCache:
         if item is None:
             return
         del self._slot_of[item]
+        self._tables = None
         self._item_in[slot] = None
         self._layer_in[slot] = -1
         self.counters.evictions += 1
@@ -269,8 +297,8 @@ class SlotCache:
         here = self._slab.experts()
         items = [item for item in hottest if item in here and item not in self._slot_of]
         slots = [int(slot) for slot in np.flatnonzero(self._layer_in < 0)][: len(items)]
-        for start in range(0, len(slots), LANDING_GROUP):
-            part = slots[start : start + LANDING_GROUP]
+        for start in range(0, len(slots), self._landing_group):
+            part = slots[start : start + self._landing_group]
             self._send(items[start : start + len(part)], part, urgent=True)
         for slot in slots:
             arrival = self._arrival[slot]
@@ -307,4 +335,5 @@ class SlotCache:
         self._fence: list[Fence | None] = [None] * num_slots
         self._ahead = None
         self._ahead_slots = []
-        self._ranked: list[int] = []
+        self._ranked = []
+        self._tables = None

@@ -133,6 +133,7 @@ class Bench:
                 cache=cache,
                 num_experts=self.trace.num_experts,
                 partial_dtype=torch.float32,
+                alone=True,
             )
             for layer in range(self.trace.num_layers)
         ]

@@ -15,7 +15,7 @@ from placement.core import ExpertId
 from workers.host_slab import HostSlab
 from workers.links import DirectLink, Link
 from workers.prefetch import ENOUGH, PAUSE_CALLS, PrefetchJudge
-from workers.slot_cache import LANDING_GROUP, SlotCache
+from workers.slot_cache import SlotCache
 from workers.thread_link import ThreadLink
 
 LAYERS, EXPERTS, BLOB = 2, 12, 512
@@ -29,7 +29,9 @@ def _slab() -> HostSlab:
     return slab
 
 
-def _cache(num_slots: int, *, link: Link | None = None, policy: PolicyName = PolicyName.LRU) -> SlotCache:
+def _cache(
+    num_slots: int, *, link: Link | None = None, policy: PolicyName = PolicyName.LRU, one_wave: int = 0
+) -> SlotCache:
     return SlotCache(
         slab=_slab(),
         policy=EvictionPolicy(policy, num_layers=LAYERS, num_experts=EXPERTS, top_k=2, share=0.3),
@@ -37,6 +39,8 @@ def _cache(num_slots: int, *, link: Link | None = None, policy: PolicyName = Pol
         num_slots=num_slots,
         blob_bytes=BLOB,
         device=torch.device("cpu"),
+        landing_group=4,
+        one_wave=one_wave,
         stream_from=8,
     )
 
@@ -57,6 +61,13 @@ def test_what_is_in_slots_comes_first_and_the_missing_ones_after() -> None:
     cache = _cache(4)
     _run(cache, 0, [0, 1])
     assert _run(cache, 0, [0, 1, 2, 3]) == [{0, 1}, {2, 3}]
+
+
+def test_a_layer_that_needs_few_experts_comes_as_one_wave() -> None:
+    cache = _cache(4, one_wave=4)
+    _run(cache, 0, [0, 1])
+    assert _run(cache, 0, [0, 1, 2, 3]) == [{0, 1, 2, 3}]
+    assert _run(cache, 0, [4, 5, 6, 7, 8]) == [{4, 5, 6, 7}, {8}]
 
 
 def test_more_experts_than_slots_come_in_several_waves() -> None:
@@ -81,7 +92,7 @@ def test_lookups_hits_copies_and_evictions_are_counted() -> None:
 
 
 def test_a_layer_that_needs_nearly_everything_streams_and_leaves_the_rest_of_the_cache_alone() -> None:
-    cache = _cache(LAYERS * LANDING_GROUP + 4, policy=PolicyName.LFU)
+    cache = _cache(12, policy=PolicyName.LFU)
     for _ in range(3):
         _run(cache, 1, [0, 1, 2, 3])
     waves = _run(cache, 0, list(range(EXPERTS)))
@@ -174,11 +185,16 @@ STEPS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(num_slots=st.integers(1, 14), steps=STEPS, name=st.sampled_from([PolicyName.LRU, PolicyName.REUSE]))
+@given(
+    num_slots=st.integers(1, 14),
+    steps=STEPS,
+    name=st.sampled_from([PolicyName.LRU, PolicyName.REUSE]),
+    one_wave=st.sampled_from([0, 5]),
+)
 def test_every_expert_of_every_step_is_served_with_its_own_weights(
-    num_slots: int, steps: list[tuple[int, list[int], list[int], int]], name: PolicyName
+    num_slots: int, steps: list[tuple[int, list[int], list[int], int]], name: PolicyName, one_wave: int
 ) -> None:
-    cache = _cache(num_slots, policy=name)
+    cache = _cache(num_slots, policy=name, one_wave=one_wave)
     for layer, experts, ahead, size in steps:
         waves = _run(cache, layer, experts)
         assert sorted(expert for wave in waves for expert in wave) == sorted(experts)
