@@ -10,6 +10,7 @@ with a thread and a token bucket of 0.2 GB/s for the link.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import subprocess
@@ -69,6 +70,7 @@ class Bench:
         self.fit, self.judged = trace.split_by_request()
         self.trace = trace
         self.rows: list[dict[str, Any]] = []
+        self._learned: dict[int, EvictionPolicy] = {}
         begun = time.perf_counter()
         self.slab = HostSlab(capacity=trace.num_layers * trace.num_experts, blob_bytes=self.layout.num_bytes, pin=CUDA)
         self.note("slab", gib=self.slab.num_bytes / 2**30, seconds=time.perf_counter() - begun)
@@ -107,13 +109,8 @@ class Bench:
 
     def cache(self, share: float, batch: int, *, learn: bool = True) -> SlotCache:
         trace = self.trace
-        policy = EvictionPolicy(
-            PolicyName.REUSE, num_layers=trace.num_layers, num_experts=trace.num_experts, top_k=trace.top_k, share=share
-        )
-        if learn and share < 1:
-            stream = make_stream(self.fit, batch=min(batch, 32), max_steps=(20_000 if CUDA else 500) // min(batch, 32))
-            simulate(stream, policy, np.zeros(trace.num_layers, np.int64), np.ones(1, np.int64))
-            policy.clock = stream.num_steps * trace.num_layers
+        policy = copy.deepcopy(self._policy(batch if learn else 0))
+        policy.resize(share)
         link: Link = link_for(DEVICE) if CUDA else ThreadLink(bytes_per_s=CPU_LINK)
         return SlotCache(
             slab=self.slab,
@@ -123,6 +120,21 @@ class Bench:
             blob_bytes=self.layout.num_bytes,
             device=DEVICE,
         )
+
+    def _policy(self, batch: int) -> EvictionPolicy:
+        """A policy that has seen the fit requests in batches of this size; of 0: that has seen nothing."""
+        if batch not in self._learned:
+            trace = self.trace
+            policy = EvictionPolicy(
+                PolicyName.REUSE, num_layers=trace.num_layers, num_experts=trace.num_experts, top_k=trace.top_k, share=0
+            )
+            if batch:
+                streams = min(batch, 32)
+                stream = make_stream(self.fit, batch=streams, max_steps=(20_000 if CUDA else 500) // streams)
+                simulate(stream, policy, np.zeros(trace.num_layers, np.int64), np.ones(1, np.int64))
+                policy.clock = stream.num_steps * trace.num_layers
+            self._learned[batch] = policy
+        return self._learned[batch]
 
     def computes(self, cache: SlotCache) -> list[ExpertCompute]:
         return [
