@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from placement.baselines import linear_placement
-from placement.cache.policy import EvictionPolicy, PolicyName
+from placement.cache.policy import compile_policies
 from placement.cache.score import score_policies
 from placement.comparing import Serving, assess
 from placement.costs import ModelSizes
@@ -42,10 +42,7 @@ def precompile() -> None:
     assess(current, topology, trace, trace.source_rank, Serving(sizes=ModelSizes(), gpu_share=0.5))
     list(score_policies(trace, shares=[0.5], batches=[1]))
     parse_table(b"[[1,2]]")
-    policy = EvictionPolicy(PolicyName.REUSE, num_layers=layers, num_experts=experts, top_k=2, share=0.5)
-    policy.observe(0, np.arange(2))
-    policy.values(np.zeros(2, np.int64), np.arange(2))
-    policy.chances(1)
+    compile_policies()
     choose_ranks(
         np.zeros((1, 2), np.int64),
         np.zeros(1, np.int32),

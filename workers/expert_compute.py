@@ -13,10 +13,7 @@ from workers.slot_cache import SlotCache
 
 
 class ExpertCompute:
-    """The experts of MoE layer `layer` in a cache's slots. partial_dtype: in which a token's experts are summed.
-
-    alone: this rank has all experts. On a GPU whose slots hold them all nothing is looked up then, and nothing waits.
-    """
+    """The experts of MoE layer `layer` in a cache's slots. partial_dtype: in which a token's experts are summed."""
 
     def __init__(
         self,
@@ -27,7 +24,6 @@ class ExpertCompute:
         cache: SlotCache,
         num_experts: int,
         partial_dtype: torch.dtype,
-        alone: bool = False,
     ) -> None:
         self._layer = layer
         self._module = module
@@ -36,15 +32,19 @@ class ExpertCompute:
         self._partial_dtype = partial_dtype
         self._slot_of = np.full(num_experts + 1, -1, np.int64)
         self._generation = -1
-        self._alone = alone
         self.pairs = 0
 
-    def __call__(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """hidden [n, H], experts [n, K] (-1: not here), weights [n, K] -> their weighted sums [n, H]."""
+    def __call__(
+        self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *, alone: bool = False
+    ) -> torch.Tensor:
+        """hidden [n, H], experts [n, K] (-1: not here), weights [n, K] -> their weighted sums [n, H].
+
+        alone: every expert is here. On a GPU whose slots hold them all nothing is looked up then, and nothing waits.
+        """
         if self._generation != self._cache.generation:
             self._banks = make_banks(self._module, self._layout, self._cache.slots)
             self._generation = self._cache.generation
-        if self._alone and hidden.device.type == "cuda" and len(self._banks) == 1:
+        if alone and hidden.device.type == "cuda" and len(self._banks) == 1:
             table = self._cache.whole_table(self._layer)
             if table is not None:
                 self.pairs += experts.numel()

@@ -50,7 +50,6 @@ class ExpertLayer:
             cache=cache,
             num_experts=table.num_experts,
             partial_dtype=exchange.partial_dtype,
-            alone=len(table.node_of_rank) == 1,
         )
         self._nothing = (
             torch.zeros((0, hidden_size), dtype=dtype, device=device),
@@ -86,9 +85,10 @@ class ExpertLayer:
     def compute(self, arrivals: Arrivals) -> torch.Tensor:
         """The weighted sum over the experts of each arrival that lie here: [n, H] in the exchange's partial dtype."""
         before = self._compute.pairs
-        partial = self._compute(arrivals.hidden, arrivals.experts, arrivals.weights).to(self._exchange.partial_dtype)
+        alone = len(self._table.node_of_rank) == 1
+        partial = self._compute(arrivals.hidden, arrivals.experts, arrivals.weights, alone=alone)
         self._table.traffic.pairs += self._compute.pairs - before
-        return partial
+        return partial.to(self._exchange.partial_dtype)
 
     def _ranks_of(self, chosen: NDArray[np.int64]) -> NDArray[np.int32]:
         home = np.full(len(chosen), self._table.rank, np.int32)

@@ -7,7 +7,7 @@ import math
 import torch
 from transformers import PreTrainedModel
 
-from placement.cache.policy import EvictionPolicy, PolicyName
+from placement.cache.policy import EvictionPolicy, PolicyName, compile_policies
 from placement.core import Placement
 from placement.topology import Topology
 from workers.exchange import Exchange
@@ -50,6 +50,7 @@ class ParallelModel:
         source = ModuleExperts(model) if experts is None else experts
         self.layout = source.layout
         self.slab = fill_slab(source, placement, rank=rank, spare=host_slab_rows, pin=device.type == "cuda")
+        compile_policies()
         num_rows = placement.num_layers * placement.rows_per_rank
         self.cache = SlotCache(
             slab=self.slab,

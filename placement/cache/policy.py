@@ -74,6 +74,14 @@ class EvictionPolicy:
         return result
 
 
+def compile_policies() -> None:
+    """Have everything compiled that a policy runs, so that no step waits for the compiler."""
+    policy = EvictionPolicy(PolicyName.REUSE, num_layers=1, num_experts=1, top_k=1, share=0.5)
+    policy.observe(0, np.zeros(1, np.int64))
+    policy.values(np.zeros(1, np.int64), np.zeros(1, np.int64))
+    policy.chances(0)
+
+
 @njit(cache=True)
 def _values(
     kind: int,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import statistics
 import subprocess
@@ -46,6 +47,9 @@ SHARES = (0.10, 0.25, 0.50)
 STEPS = {1: 100, 8: 50, 32: 30, 2048: 4} if CUDA else {1: 10, 8: 3}
 WARM_STEPS = 30 if CUDA else 3
 CPU_LINK = 2e8
+
+
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Bench:
@@ -136,8 +140,8 @@ class Bench:
             self._learned[batch] = policy
         return self._learned[batch]
 
-    def computes(self, cache: SlotCache) -> list[ExpertCompute]:
-        return [
+    def computes(self, cache: SlotCache) -> list[Layer]:
+        layers = [
             ExpertCompute(
                 layer=layer,
                 module=self.module,
@@ -145,10 +149,10 @@ class Bench:
                 cache=cache,
                 num_experts=self.trace.num_experts,
                 partial_dtype=torch.float32,
-                alone=True,
             )
             for layer in range(self.trace.num_layers)
         ]
+        return [functools.partial(layer, alone=True) for layer in layers]
 
 
 class _Weights(nn.Module):
@@ -169,9 +173,6 @@ class _Weights(nn.Module):
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = grouped_mm_experts_forward(self, hidden, ids, weights)
         return out
-
-
-Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def run_step(layers: list[Any], hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

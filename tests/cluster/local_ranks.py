@@ -17,6 +17,7 @@ from cluster.forming import Meeting
 from cluster.history import History, Member
 from cluster.service import PlacementService
 from placement.baselines import linear_placement
+from placement.cache.policy import EvictionPolicy, PolicyName
 from placement.core import ExpertId, Placement
 from placement.errors import MigrationError
 from placement.planfile import Plan
@@ -24,6 +25,7 @@ from placement.topology import Topology, load_topology
 from placement.trace import RoutingTrace, write_segment
 from workers.epochs import EpochKeeper
 from workers.host_slab import HostSlab
+from workers.links import DirectLink
 from workers.routing import RoutingTable
 from workers.slot_cache import SlotCache
 from workers.vitals import Holdings
@@ -47,7 +49,12 @@ class Rank:
         for expert in placement.experts_on(rank):
             self.slab.add(expert, blob_of(expert))
         self.cache = SlotCache(
-            slab=self.slab, num_layers=LAYERS, slots_per_layer=1, blob_bytes=BLOB, device=torch.device("cpu")
+            slab=self.slab,
+            policy=EvictionPolicy(PolicyName.LRU, num_layers=LAYERS, num_experts=EXPERTS, top_k=2, share=0.3),
+            link=DirectLink(),
+            num_slots=LAYERS,
+            blob_bytes=BLOB,
+            device=torch.device("cpu"),
         )
         self.table = RoutingTable(placement=placement, topology=TOPOLOGY, rank=rank, top_k=2)
         self.serving = True

@@ -1,0 +1,58 @@
+"""One layer's experts, computed from slots, against the module's own forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from placement.cache.policy import EvictionPolicy, PolicyName
+from placement.core import ExpertId
+from tests.workers.test_model_seam import CONFIGS
+from workers.banks import BANK_SLOTS
+from workers.blob import layout_of
+from workers.expert_compute import ExpertCompute
+from workers.host_slab import HostSlab
+from workers.links import DirectLink
+from workers.seam import experts_modules
+from workers.slot_cache import SlotCache
+
+EXPERTS = 6
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 6, BANK_SLOTS + 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layer_from_slots_gives_what_the_module_gives(name: str, num_slots: int) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval().requires_grad_(False)
+    modules = experts_modules(model)
+    layout = layout_of(modules[0], EXPERTS)
+    slab = HostSlab(capacity=EXPERTS * len(modules), blob_bytes=layout.num_bytes)
+    for layer, module in enumerate(modules):
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        for expert in range(EXPERTS):
+            layout.pack(module, expert, slab.claim(ExpertId(layer, expert)))
+            slab.publish(ExpertId(layer, expert))
+    cache = SlotCache(
+        slab=slab,
+        policy=EvictionPolicy(PolicyName.REUSE, num_layers=len(modules), num_experts=EXPERTS, top_k=2, share=0.5),
+        link=DirectLink(),
+        num_slots=num_slots,
+        blob_bytes=layout.num_bytes,
+        device=torch.device("cpu"),
+        one_wave=2,
+    )
+    for layer, module in enumerate(modules):
+        compute = ExpertCompute(
+            layer=layer, module=module, layout=layout, cache=cache, num_experts=EXPERTS, partial_dtype=torch.float64
+        )
+        hidden = torch.randn(7, 32)
+        chosen = torch.rand(7, EXPERTS).topk(2).indices
+        weights = torch.rand(7, 2)
+        expected = module(hidden, chosen, weights)
+        assert torch.allclose(compute(hidden, chosen, weights).float(), expected, rtol=1e-4, atol=1e-5)
+        elsewhere = torch.where(chosen == 0, -1, chosen)
+        without = module(hidden, chosen, torch.where(chosen == 0, 0.0, weights))
+        assert torch.allclose(compute(hidden, elsewhere, weights).float(), without, rtol=1e-4, atol=1e-5)
+        assert compute.pairs == 14 + int((elsewhere >= 0).sum())
