@@ -7,6 +7,7 @@ what came later can be told apart, even after a restart.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from placement.drift import MOST_TOKENS
 from placement.errors import TraceError
 from placement.files import write_whole
 from placement.trace import RoutingTrace, concatenate, read_segment, segment_bytes
+
+logger = logging.getLogger(__name__)
 
 REFERENCE = "decided-on.safetensors"
 
@@ -51,7 +54,7 @@ class Traffic:
         share = self._window_tokens // len(of_rank)
         newest = [trace for paths in of_rank.values() for trace in _newest(paths, share)]
         if not newest:
-            raise TraceError(f"trace '{self._folder}': its segments were deleted while they were read")
+            raise TraceError(f"trace '{self._folder}': none of its segments can be read")
         return concatenate(newest, source=str(self._folder))
 
     def keep_reference(self, trace: RoutingTrace, seed: int) -> None:
@@ -76,14 +79,15 @@ def _parts(path: Path) -> tuple[str, int]:
 
 
 def _newest(paths: list[Path], most_tokens: int) -> list[RoutingTrace]:
-    """From the last segment back until there are enough tokens; the recorder may delete the oldest meanwhile."""
+    """From the last segment back until there are enough tokens; those that are broken, or that the recorder deletes
+    meanwhile, are left out."""
     newest: list[RoutingTrace] = []
     for path in reversed(paths):
         if sum(trace.num_tokens for trace in newest) >= most_tokens and newest:
             break
         try:
             newest.append(read_segment(path))
-        except TraceError:
+        except TraceError as error:
             if path.exists():
-                raise
+                logger.warning("a broken trace segment is skipped: %s", error)
     return newest[::-1]

@@ -155,6 +155,20 @@ def test_a_plan_is_made_from_the_newest_tokens(tmp_path: Path) -> None:
         traffic.recent(traffic.mark())
 
 
+def test_a_broken_segment_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for rank in range(2):
+        _segment(tmp_path, rank, 0, taste=2)
+    (tmp_path / "rank00000-000001.safetensors").write_bytes(b"half a segm")
+    traffic = Traffic(tmp_path, tmp_path / REFERENCE, window_tokens=10_000)
+    whole = traffic.recent().num_tokens
+    assert "rank00000-000001.safetensors" in caplog.text
+    for path in tmp_path.glob("rank*"):
+        path.write_bytes(b"")
+    with pytest.raises(TraceError, match="none of its segments can be read"):
+        traffic.recent()
+    assert whole > 0
+
+
 def _failing(failures: list[MoetisError | None]) -> Callable[[], None]:
     def one_round() -> None:
         error = failures.pop(0)
