@@ -15,19 +15,23 @@ from placement.errors import PlacementError
 from placement.partition import align, cut
 from placement.refine import Costs, Sample, Stage, refine
 from placement.replicas import fill_spare, slots_of_parts
-from placement.topology import Topology
+from placement.topology import DEFAULT_LINKS, NODE, Topology
+
+MOST_PRICE = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
     """A group of the topology tree. ranks: ascending; children: at most 64, none for a single rank.
 
-    crosses_nodes: whether the children lie on different nodes.
+    crosses_nodes: whether the children lie on different nodes. visit_price: what a visit to another child costs, by its
+    link's bandwidth, against one on usual links of this kind.
     """
 
     ranks: tuple[int, ...]
     children: tuple[Branch, ...] = ()
     crosses_nodes: bool = False
+    visit_price: float = 1.0
 
 
 def tree_of(topology: Topology) -> Branch:
@@ -42,16 +46,23 @@ def _branch(topology: Topology, level: int, ranks: NDArray[Any]) -> Branch:
     if (inside == inside[0]).all():
         return _branch(topology, level + 1, ranks)
     children = [_branch(topology, level + 1, ranks[inside == group]) for group in np.unique(inside)]
-    return _gathered(children, level + 1 <= topology.node_level)
+    return _gathered(children, level + 1 <= topology.node_level, _visit_price(topology, level + 1))
 
 
-def _gathered(children: list[Branch], crosses_nodes: bool) -> Branch:
+def _visit_price(topology: Topology, level: int) -> float:
+    """Between nodes, against the node's own link; inside a node, against a GPU's usual advantage over a usual NIC."""
+    node, link = topology.links[topology.node_level].bandwidth, topology.links[level].bandwidth
+    usual = 1.0 if level <= topology.node_level else DEFAULT_LINKS[NODE].bandwidth / DEFAULT_LINKS["gpu"].bandwidth
+    return float(np.clip(node / link / usual, 1 / MOST_PRICE, MOST_PRICE))
+
+
+def _gathered(children: list[Branch], crosses_nodes: bool, visit_price: float) -> Branch:
     ranks = tuple(rank for child in children for rank in child.ranks)
     if len(children) > MOST_UNITS:
         size = int(np.ceil(np.sqrt(len(children))))
         groups = [children[first : first + size] for first in range(0, len(children), size)]
-        children = [_gathered(group, crosses_nodes) if len(group) > 1 else group[0] for group in groups]
-    return Branch(ranks=ranks, children=tuple(children), crosses_nodes=crosses_nodes)
+        children = [_gathered(group, crosses_nodes, visit_price) if len(group) > 1 else group[0] for group in groups]
+    return Branch(ranks=ranks, children=tuple(children), crosses_nodes=crosses_nodes, visit_price=visit_price)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +155,8 @@ def _solve(
     if branch.crosses_nodes and settings.num_groups:
         return _solve_groups(branch, experts, sample, settings, seed, rows, num_ranks / num_ranks.sum())
     sizes = np.minimum(rows, len(experts)).astype(np.int64)
-    return _place_units(
-        experts, sample, settings, settings.num_experts, sizes, num_ranks / num_ranks.sum(), branch.crosses_nodes, seed
-    )
+    share = num_ranks / num_ranks.sum()
+    return _place_units(branch, experts, sample, settings, settings.num_experts, sizes, share, seed)
 
 
 def _solve_groups(
@@ -166,7 +176,7 @@ def _solve_groups(
         [_groups_that_fit(child, settings.rows_of_rank, width) for child in branch.children], dtype=np.int64
     )
     sizes = np.minimum(room, len(groups))
-    held = _place_units(groups, whole, settings, settings.num_groups, sizes, share, True, seed)
+    held = _place_units(branch, groups, whole, settings, settings.num_groups, sizes, share, seed)
     slots = np.full((len(sizes), int(rows.max())), EMPTY, np.int32)
     for unit, mine in enumerate(held):
         inside = (mine[mine != EMPTY][:, None] * width + np.arange(width)).reshape(-1)
@@ -197,13 +207,13 @@ def check_groups(num_groups: int, rows_of_rank: NDArray[np.int64], topology: Top
 
 
 def _place_units(
+    branch: Branch,
     experts: NDArray[np.int32],
     sample: Sample,
     settings: Settings,
     num_experts: int,
     sizes: NDArray[np.int64],
     share: NDArray[np.float64],
-    crosses_nodes: bool,
     seed: int,
 ) -> NDArray[np.int32]:
     """Slots [U, C] for units of sizes [U] that should carry share [U] of the load."""
@@ -212,14 +222,15 @@ def _place_units(
     _count(sample.chosen, sample.home, pairs, demand)
     load = pairs.diagonal().copy()
     np.fill_diagonal(pairs, 0)
-    if crosses_nodes:
+    if branch.crosses_nodes:
         part = cut(load[experts], pairs[np.ix_(experts, experts)], sizes, share, seed)
     else:
         part = _deal(load[experts], sizes, share)
     part = align(part, demand[:, experts], sizes)
     slots = fill_spare(slots_of_parts(part, experts, sizes), sizes, load, pairs, demand)
-    costs = settings.between if crosses_nodes else settings.inside
-    stages = settings.between_stages if crosses_nodes else settings.inside_stages
+    costs = settings.between if branch.crosses_nodes else settings.inside
+    costs = replace(costs, visit=costs.visit * branch.visit_price)
+    stages = settings.between_stages if branch.crosses_nodes else settings.inside_stages
     for number, stage in enumerate(stages):
         slots = refine(slots, sizes, share, sample, num_experts, costs, stage, seed + number)
     return slots

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.descend import tree_of
 from placement.partition import align, cut
 from placement.replicas import fill_spare, slots_of_parts
-from placement.topology import load_topology
+from placement.topology import Link, load_topology
 
 
 @given(st.integers(1, 20), st.integers(1, 5), st.integers(0, 2**32))
@@ -49,3 +52,20 @@ def test_levels_with_one_child_are_skipped_and_wide_ones_gathered() -> None:
     assert len(wide.children) == 10
     assert wide.children[0].crosses_nodes
     assert wide.ranks == tuple(range(200))
+
+
+def test_a_level_with_a_slower_link_has_dearer_visits() -> None:
+    usual = load_topology("2x2x2")
+    slow = replace(usual, links=(Link(bandwidth=15e9, latency_s=1e-5), *usual.links[1:]))
+    assert tree_of(usual).visit_price == 1.0
+    assert tree_of(slow).visit_price == pytest.approx(3.0)
+    node = tree_of(slow).children[0]
+    assert (node.visit_price, node.crosses_nodes) == (1.0, True)
+    assert node.children[0].visit_price == pytest.approx(1.0)
+
+
+def test_inside_nodes_behind_slow_nics_visits_count_for_less() -> None:
+    usual = load_topology("2x4")
+    slow = replace(usual, links=(Link(bandwidth=3e9, latency_s=3e-5), usual.links[1]))
+    assert tree_of(usual).children[0].visit_price == pytest.approx(1.0)
+    assert tree_of(slow).children[0].visit_price == pytest.approx(1 / 8)
