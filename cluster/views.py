@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from cluster.service import RebalanceResult
 from placement.planfile import Plan
+
+if TYPE_CHECKING:
+    # The service brings torch along, which the offline commands do without.
+    from cluster.service import RebalanceResult
 
 ROWS = (
     ("nodes_visited", "other nodes visited per token and layer"),
