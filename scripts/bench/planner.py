@@ -32,6 +32,7 @@ from speed import growth, growth_svg, speed
 from placement.baselines import balance_placement, eplb_placement, linear_placement, random_placement
 from placement.core import Placement
 from placement.costs import ModelSizes, step_time
+from placement.counts import Counts, plan_counts
 from placement.evaluate import evaluate, max_over_mean
 from placement.graph import count_load
 from placement.homes import homes_of, homes_per_token, route_homes
@@ -161,17 +162,21 @@ def churn(traces: Path) -> list[Row]:
 
 
 def counts_alone(traces: Path) -> list[Row]:
-    """Plans from counts of one workload, judged on each."""
+    """Plans from counts of one workload, as `moetis plan` makes them, judged on each."""
     archive = np.load(traces / "deepseek-v3-counts.npz")
-    fitted = archive["decode_in1000out1000"][3:]
+    fitted = Counts(load=archive["decode_in1000out1000"][3:].astype(np.float64), source="decode_in1000out1000")
+    planned = {
+        (topology.num_ranks, rows): plan_counts(fitted, topology, rows_per_rank=rows).placement
+        for topology, rows in ((load_topology("4x8"), 9), (load_topology("18x8"), 2))
+    }
     return [
         {
             "ranks": ranks,
             "judged_on": workload,
-            "moetis": load_balance(balance_placement(fitted, ranks, rows), archive[workload][3:]),
-            "eplb": load_balance(eplb_placement(fitted, ranks, rows), archive[workload][3:]),
+            "moetis": load_balance(placement, archive[workload][3:]),
+            "eplb": load_balance(eplb_placement(fitted.load, ranks, rows), archive[workload][3:]),
         }
-        for ranks, rows in ((32, 9), (144, 2))
+        for (ranks, rows), placement in planned.items()
         for workload in archive.files
     ]
 
