@@ -47,16 +47,17 @@ def watched(folder: Path, programs: Path) -> Iterator[None]:
 
 
 def remains(folder: str, programs: str) -> list[int]:
-    """The processes of this Python or of Ray, younger than this one, that have a file of the folder open.
+    """The other processes of this Python or of Ray, not older than this one, that have a file of the folder open.
 
     So neither the one that started the cluster, nor somebody's `tail -f` of a log.
     """
-    python, birth = os.path.realpath(sys.executable), _birth(Path("/proc/self"))
+    python, birth, own = os.path.realpath(sys.executable), _birth(Path("/proc/self")), str(os.getpid())
     found = []
     for process in Path("/proc").iterdir():
         # Processes come and go, and those of other users are theirs.
         with contextlib.suppress(OSError):
-            if not process.name.isdecimal() or _birth(process) <= birth:
+            # Births are told in ticks of 10 ms: what started in this one's own may be Ray's.
+            if not process.name.isdecimal() or process.name == own or _birth(process) < birth:
                 continue
             program = str((process / "exe").readlink()).removesuffix(" (deleted)")
             ours = program == python or program.startswith(programs + "/")
