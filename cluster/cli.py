@@ -35,7 +35,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Place the experts of Mixture-of-Experts models on the GPUs of a cluster, and serve them from there.\n\n"
-    "Start with [bold]moetis demo[/bold]: the whole loop on a small real model, in about a minute.",
+    "Start with [bold]moetis demo[/bold]: the whole loop on a small real model, in a minute or two.",
 )
 
 app.add_typer(offline_commands)
