@@ -30,8 +30,8 @@ from workers.options import WorkerOptions
 from workers.peers import Rendezvous
 from workers.requests import GenerationRequest
 from workers.step_clock import StepSeconds
-from workers.vitals import Holdings, Pulse
-from workers.worker import ExpertWorker, WorkerStatus
+from workers.vitals import Holdings, Pulse, WorkerStatus
+from workers.worker import ExpertWorker
 
 SERVICE_NAME = "placement-service"
 CALL_TIMEOUT_S = 300.0

@@ -28,7 +28,7 @@ from placement.planfile import Plan
 from placement.topology import Topology
 from placement.trace import RoutingTrace, load_trace
 from workers.requests import GenerationRequest
-from workers.worker import WorkerStatus
+from workers.vitals import WorkerStatus
 
 BEFORE, DURING, AFTER = 0, 1, 2
 PHASE_STRIDE = 1_000_000

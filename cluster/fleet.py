@@ -32,7 +32,7 @@ from workers.events import CANCELLED
 from workers.loading import ModelShape
 from workers.requests import GenerationRequest
 from workers.step_clock import StepSeconds
-from workers.worker import WorkerStatus
+from workers.vitals import WorkerStatus
 
 STOP_TIMEOUT_S = 20.0
 

@@ -14,7 +14,7 @@ from ray.util.metrics import Gauge
 from cluster.history import History, HistoryEvent
 from cluster.metrics import GAUGES, LABELS, Readings, Sample, history_readings, rank_readings
 from placement.errors import MoetisError
-from workers.worker import WorkerStatus
+from workers.vitals import WorkerStatus
 
 logger = logging.getLogger(__name__)
 PERIOD_S, STOP_TIMEOUT_S = 5.0, 2.0

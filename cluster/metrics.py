@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster import history as states
 from cluster.history import HistoryEvent
-from workers.worker import WorkerStatus
+from workers.vitals import WorkerStatus
 
 GAUGES = {
     "moetis_tokens_per_second": "Tokens that went through the model, prompts included, over all ranks",

@@ -32,8 +32,7 @@ from placement.planfile import Plan
 from placement.seats import carry_over
 from placement.topology import Topology
 from placement.trace import RoutingTrace
-from workers.vitals import Holdings
-from workers.worker import WorkerStatus
+from workers.vitals import Holdings, WorkerStatus
 
 SWITCH_TIMEOUT_S = 60.0
 POLL_S = 0.01

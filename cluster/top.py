@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from placement.errors import MoetisError
 from placement.planfile import Plan
-from workers.worker import WorkerStatus
+from workers.vitals import WorkerStatus
 
 LOOK_TIMEOUT_S = 10.0
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.top import Look, Rates, copied_share
-from workers.worker import WorkerStatus
+from workers.vitals import WorkerStatus
 
 BAR, MOST_ROWS = 16, 64
 

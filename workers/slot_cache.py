@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from placement.cache.policy import EvictionPolicy
 from placement.core import ExpertId
 from workers.host_slab import HostSlab
-from workers.links import Arrival, Fence, Link
+from workers.links import Link
 from workers.prefetch import PrefetchJudge
+from workers.slot_table import SlotTable
 from workers.telemetry import CacheCounters
 
 LANDING_GROUP = 8
@@ -67,9 +67,6 @@ class SlotCache:
         self._one_wave = one_wave
         self._stream_from = stream_from
         self._judge = PrefetchJudge()
-        self._ahead: Arrival | None = None
-        self._ahead_slots: list[int] = []
-        self._ranked: list[int] = []
         self._tables: torch.Tensor | None = None
         self._allocate(num_slots)
 
@@ -83,17 +80,18 @@ class SlotCache:
 
     def resident(self, layer: int) -> frozenset[int]:
         """The experts of a layer that lie in slots now, or are on their way there."""
-        return frozenset(item.expert for item in self._slot_of if item.layer == layer)
+        return frozenset(item.expert for item in self._table.slot_of if item.layer == layer)
 
     def whole_table(self, layer: int) -> torch.Tensor | None:
         """[E] the slots of a layer's experts, on the device, if all experts of all layers are in slots; else None."""
         shape = self._policy.history.last.shape
-        if len(self._slot_of) < shape[0] * shape[1]:
+        slot_of = self._table.slot_of
+        if len(slot_of) < shape[0] * shape[1]:
             return None
         if self._tables is None:
-            if any(arrival is not None for arrival in self._arrival):
+            if any(arrival is not None for arrival in self._table.arrival):
                 return None
-            slots = [[self._slot_of[ExpertId(row, expert)] for expert in range(shape[1])] for row in range(shape[0])]
+            slots = [[slot_of[ExpertId(row, expert)] for expert in range(shape[1])] for row in range(shape[0])]
             self._tables = torch.tensor(slots, device=self._device)
         return self._tables[layer]
 
@@ -104,16 +102,15 @@ class SlotCache:
 
         What the caller computes with a wave must be under way when it asks for the next.
         """
+        table, slot_of = self._table, self._table.slot_of
         needed = [ExpertId(layer, expert) for expert in experts]
-        hits = [item for item in needed if item in self._slot_of]
-        missing = deque(item for item in needed if item not in self._slot_of)
+        hits = [item for item in needed if item in slot_of]
+        missing = deque(item for item in needed if item not in slot_of)
         self.counters.look_up(len(needed), len(hits))
-        held = [self._slot_of[item] for item in hits]
-        self._held[held] = True
-        self._ranked = [slot for slot in self._ranked if not self._held[slot]]
+        table.hold([slot_of[item] for item in hits])
         landing: deque[list[ExpertId]] = deque()
         try:
-            free = deque(self._victims(self._room_for(len(missing))))
+            free = deque(table.victims(self._room_for(len(missing))))
             landing += self._submit(missing, free)
             # After the copies are under way, since they are what the layer waits for.
             self._policy.observe(layer, np.array(experts, np.int64))
@@ -123,26 +120,26 @@ class SlotCache:
                 landing.clear()
             if first:
                 yield self._use(first)
-                self._release([self._slot_of[item] for item in first])
+                table.release([slot_of[item] for item in first], self._link.fence())
             while missing or landing:
                 if not landing:
-                    free.extend(self._victims(len(missing)))
+                    free.extend(table.victims(len(missing)))
                     landing += self._submit(missing, free)
                 group = landing.popleft()
                 yield self._use(group)
-                slots = [self._slot_of[item] for item in group]
-                self._release(slots)
+                slots = [slot_of[item] for item in group]
+                table.release(slots, self._link.fence())
                 if missing:
                     free.extend(slots)
                     landing += self._submit(missing, free)
             # While the device computes: who makes room for what the next layer will miss?
             if len(hits) < len(needed):
-                self._ranked = self._rank(self._open(), len(needed))
+                table.rank_ahead(len(needed))
         finally:
             # A caller that broke off leaves copies under way into slots that are free for others from now on.
             for group in landing:
                 self._use(group)
-            self._held[:] = False
+            table.held[:] = False
 
     def _room_for(self, num_missing: int) -> int:
         if num_missing < self._stream_from:
@@ -157,113 +154,61 @@ class SlotCache:
             group = [missing.popleft() for _ in range(min(self._landing_group, len(missing), len(free)))]
             slots = [free.popleft() for _ in group]
             self._send(group, slots, urgent=True)
-            self._held[slots] = True
+            self._table.hold(slots)
             groups.append(group)
         return groups
 
     def _send(self, items: list[ExpertId], slots: list[int], *, urgent: bool) -> None:
-        fences = [fence for slot in slots if (fence := self._fence[slot]) is not None]
-        newest = max(fences, key=lambda fence: fence.number, default=None)
+        newest = self._table.last_use(slots)
         for slot in slots:
             self._empty(slot)
         pairs = [(self.slots[slot], self._slab.blob(item)) for item, slot in zip(items, slots, strict=True)]
         arrival = self._link.copy(pairs, after=newest, urgent=urgent)
-        for item, slot in zip(items, slots, strict=True):
-            self._slot_of[item] = slot
-            self._item_in[slot] = item
-            self._layer_in[slot], self._expert_in[slot] = item.layer, item.expert
-            self._arrival[slot] = arrival
+        self._table.place(items, slots, arrival)
         self.counters.copies += len(items)
         self.counters.copied_bytes += len(items) * self._blob_bytes
 
     def _use(self, items: list[ExpertId]) -> Wave:
-        slots = [self._slot_of[item] for item in items]
-        arrivals = {id(arrival): arrival for slot in slots if (arrival := self._arrival[slot]) is not None}
+        table = self._table
+        slots = [table.slot_of[item] for item in items]
+        arrivals = {id(arrival): arrival for slot in slots if (arrival := table.arrival[slot]) is not None}
         for arrival in arrivals.values():
             with self.counters.stalled():
                 arrival.wait()
         for slot in slots:
-            self._arrival[slot] = None
-            if self._foreseen[slot]:
-                self._foreseen[slot] = False
+            table.arrival[slot] = None
+            if table.foreseen[slot]:
+                table.foreseen[slot] = False
                 self._judge.used()
                 self.counters.prefetch_used += 1
         return Wave(slot_of={item.expert: slot for item, slot in zip(items, slots, strict=True)})
 
-    def _release(self, slots: list[int]) -> None:
-        fence = self._link.fence()
-        for slot in slots:
-            self._fence[slot] = fence
-        self._held[slots] = False
-
-    # ---------------------------------------------------------------------------------------------------- evicting
-
-    def _victims(self, count: int) -> list[int]:
-        """Up to count slots that may be overwritten: empty ones, then those of least value.
-
-        Whom the last layer ranked comes first; more are ranked anew where those do not suffice.
-        """
-        if count == 0:
-            return []
-        free = self._open()
-        ranked = [slot for slot in self._ranked if free[slot]]
-        if len(ranked) < count:
-            ranked = self._rank(free, count)
-        self._ranked = ranked[count:]
-        return ranked[:count]
-
-    def _open(self) -> NDArray[np.bool_]:
-        """Which slots [S] may be overwritten."""
-        free = ~self._held
-        if self._ahead is not None and not self._ahead.done():
-            # A prefetch is still writing there.
-            free[self._ahead_slots] = False
-            if not free.any():
-                self._ahead.finish()
-                free = ~self._held
-        return free
-
-    def _rank(self, free: NDArray[np.bool_], count: int) -> list[int]:
-        """Up to count of the free slots, those to be overwritten first at the front."""
-        empty = np.flatnonzero((self._layer_in < 0) & free)[:count]
-        filled = np.flatnonzero((self._layer_in >= 0) & free)
-        wanted = min(count - len(empty), len(filled))
-        if wanted <= 0:
-            return [int(slot) for slot in empty]
-        values = self._policy.values(self._layer_in[filled], self._expert_in[filled])
-        least = np.argpartition(values, wanted - 1)[:wanted]
-        return [int(slot) for slot in (*empty, *filled[least[np.argsort(values[least])]])]
-
     def _empty(self, slot: int) -> None:
-        item = self._item_in[slot]
-        if item is None:
+        if self._table.empty(slot) is None:
             return
-        del self._slot_of[item]
         self._tables = None
-        self._item_in[slot] = None
-        self._layer_in[slot] = -1
         self.counters.evictions += 1
-        if self._foreseen[slot]:
-            self._foreseen[slot] = False
+        if self._table.foreseen[slot]:
+            self._table.foreseen[slot] = False
             self._judge.wasted()
             self.counters.prefetch_wasted_bytes += self._blob_bytes
 
     def forget(self, expert: ExpertId) -> None:
         """Drop an expert that this rank no longer owns."""
-        slot = self._slot_of.get(expert)
+        slot = self._table.slot_of.get(expert)
         if slot is None:
             return
-        arrival = self._arrival[slot]
+        arrival = self._table.arrival[slot]
         if arrival is not None:
             # Its blob may be released next: the copy must not read a row that another expert has got.
             arrival.finish()
-            self._arrival[slot] = None
+            self._table.arrival[slot] = None
         self._empty(slot)
         self.counters.evictions -= 1
 
     def let_go(self) -> None:
         """No step is under way: hold nothing."""
-        self._held[:] = False
+        self._table.held[:] = False
 
     # --------------------------------------------------------------------------------------------------- prefetching
 
@@ -272,17 +217,15 @@ class SlotCache:
 
         Does nothing while the link is busy with an earlier prefetch, or while prefetches are hardly ever used.
         """
-        absent = [item for item in (ExpertId(layer, expert) for expert in experts) if item not in self._slot_of]
-        busy = self._ahead is not None and not self._ahead.done()
-        if not absent or busy or not self._judge.allows():
+        absent = [item for item in (ExpertId(layer, expert) for expert in experts) if item not in self._table.slot_of]
+        if not absent or self._table.is_prefetching() or not self._judge.allows():
             return
-        slots = self._victims(len(absent))
+        slots = self._table.victims(len(absent))
         items = absent[: len(slots)]
         if not items:
             return
         self._send(items, slots, urgent=False)
-        self._foreseen[slots] = True
-        self._ahead, self._ahead_slots = self._arrival[slots[0]], slots
+        self._table.expect(slots)
         self.counters.prefetched += len(items)
 
     def likely(self, layer: int, count: int) -> list[int]:
@@ -295,20 +238,20 @@ class SlotCache:
     def warm_up(self, hottest: list[ExpertId]) -> None:
         """Fill empty slots, the hottest experts first, and wait until they are there."""
         here = self._slab.experts()
-        items = [item for item in hottest if item in here and item not in self._slot_of]
-        slots = [int(slot) for slot in np.flatnonzero(self._layer_in < 0)][: len(items)]
+        items = [item for item in hottest if item in here and item not in self._table.slot_of]
+        slots = self._table.vacant()[: len(items)]
         for start in range(0, len(slots), self._landing_group):
             part = slots[start : start + self._landing_group]
             self._send(items[start : start + len(part)], part, urgent=True)
         for slot in slots:
-            arrival = self._arrival[slot]
+            arrival = self._table.arrival[slot]
             if arrival is not None:
                 arrival.finish()
-                self._arrival[slot] = None
+                self._table.arrival[slot] = None
 
     def resize(self, num_slots: int) -> None:
         """Have so many slots from now on, empty ones; memory of the old goes back first. No step may be under way."""
-        for arrival in self._arrival:
+        for arrival in self._table.arrival:
             if arrival is not None:
                 arrival.finish()
         self.counters.resizes += 1
@@ -323,17 +266,6 @@ class SlotCache:
         self._link.close()
 
     def _allocate(self, num_slots: int) -> None:
-        assert num_slots >= 1
         self.slots = torch.zeros((num_slots, self._blob_bytes), dtype=torch.uint8, device=self._device)
-        self._slot_of: dict[ExpertId, int] = {}
-        self._item_in: list[ExpertId | None] = [None] * num_slots
-        self._layer_in: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
-        self._expert_in: NDArray[np.int64] = np.zeros(num_slots, np.int64)
-        self._held: NDArray[np.bool_] = np.zeros(num_slots, bool)
-        self._foreseen: NDArray[np.bool_] = np.zeros(num_slots, bool)
-        self._arrival: list[Arrival | None] = [None] * num_slots
-        self._fence: list[Fence | None] = [None] * num_slots
-        self._ahead = None
-        self._ahead_slots = []
-        self._ranked = []
+        self._table = SlotTable(num_slots, self._policy)
         self._tables = None

@@ -29,3 +29,25 @@ class Pulse:
     error: str | None
     write_errors: int
     at: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """What a rank says of itself: the epoch it serves, sizes, and counters since it started.
+
+    tokens: that went through the model here; step_s: time of all steps; traffic: see `TrafficCounters`.
+    """
+
+    rank: int
+    epoch: int
+    alive: bool
+    error: str | None
+    steps: int
+    experts: int
+    host_slab_bytes: int
+    slot_bytes: int
+    cache: dict[str, float]
+    recorder: dict[str, float]
+    traffic: dict[str, float]
+    tokens: int = 0
+    step_s: float = 0.0

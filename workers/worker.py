@@ -1,8 +1,9 @@
 """ExpertWorker: one rank. It owns a model, its experts, an engine in step with the others, and a recorder.
 
-Life: made; takes a seat among its peers, gets what experts it lacks, serves: requests come and events go, and epochs
-change at step boundaries. When a peer is lost it leaves, takes a seat under a later epoch, and serves on; stopped.
-It is a plain class: `cluster/actors.py` wraps it for Ray, and tests run it in bare processes.
+Life: made; takes a seat among its peers, gets what experts it lacks, serves: requests come and events go (`desk.py`),
+step follows step (`steps.py`), and epochs change at step boundaries. When a peer is lost it leaves, takes a seat under
+a later epoch, and serves on; stopped. It is a plain class: `cluster/actors.py` wraps it for Ray, and tests run it in
+bare processes.
 """
 
 from __future__ import annotations
@@ -12,22 +13,21 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 
 from placement.core import ExpertId, Placement
-from placement.errors import ExchangeError, MigrationError, RequestError, StaleEpochError
+from placement.errors import ExchangeError, MigrationError, StaleEpochError
 from placement.migration import Move
 from placement.topology import Topology
-from placement.trace import DECODE, PREFILL
 from workers import peers
 from workers.checkpoint import restore_experts
+from workers.desk import Desk
 from workers.engine import start_engine
 from workers.epochs import EpochKeeper
-from workers.events import CANCELLED, EventRouter, TokenEvent, request_of
+from workers.events import EventRouter, TokenEvent
 from workers.expert_source import ModuleExperts
 from workers.loading import ModelShape, device_of, load_share
 from workers.lockstep import LockstepManager
@@ -36,34 +36,13 @@ from workers.numa import bind_near
 from workers.options import WorkerOptions
 from workers.parallel_model import ParallelModel
 from workers.peers import Peers, Rendezvous
-from workers.recorder import Recorder, StepTokens
-from workers.requests import GenerationRequest, check_request, request_number
+from workers.recorder import Recorder
+from workers.requests import GenerationRequest
 from workers.step_clock import StepClock, StepSeconds
-from workers.vitals import Holdings, Pulse
+from workers.steps import ServingSteps, StepCounts
+from workers.vitals import Holdings, Pulse, WorkerStatus
 
 WORTH_A_LOOK_S = 3.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStatus:
-    """What a rank says of itself: the epoch it serves, sizes, and counters since it started.
-
-    tokens: that went through the model here; step_s: time of all steps; traffic: see `TrafficCounters`.
-    """
-
-    rank: int
-    epoch: int
-    alive: bool
-    error: str | None
-    steps: int
-    experts: int
-    host_slab_bytes: int
-    slot_bytes: int
-    cache: dict[str, float]
-    recorder: dict[str, float]
-    traffic: dict[str, float]
-    tokens: int = 0
-    step_s: float = 0.0
 
 
 class ExpertWorker:
@@ -105,14 +84,12 @@ class ExpertWorker:
             model=options.model.name,
         )
         self._clock = StepClock()
-        self._tokens = 0
-        self._router = EventRouter()
+        self._counts = StepCounts()
+        self._desk = self._new_desk()
         self._store: Any = None
         self._peers: Peers | None = None
         self._parted: list[Peers] = []
-        self._engine: LockstepManager | None = None
         self._newest = -1
-        self._steps = self._step = 0
         self._membership = threading.RLock()
 
     @property
@@ -124,12 +101,25 @@ class ExpertWorker:
     def shape(self) -> ModelShape:
         return self._parallel.shape
 
+    @property
+    def _engine(self) -> LockstepManager | None:
+        return self._desk.engine
+
     def _epoch_keeper(self) -> EpochKeeper:
         return EpochKeeper(
             table=self._parallel.table,
             slab=self._parallel.slab,
             cache=self._parallel.cache,
             timeout_s=self._options.peer_timeout_s,
+        )
+
+    def _new_desk(self) -> Desk:
+        config = self._parallel.model.config.get_text_config()
+        return Desk(
+            rank=self._rank,
+            vocabulary=config.vocab_size,
+            max_tokens=min(config.max_position_embeddings, self._options.kv_page_size * self._options.kv_pages),
+            router=EventRouter(),
         )
 
     # ------------------------------------------------------------------------------------------- coming, leaving
@@ -210,12 +200,19 @@ class ExpertWorker:
             self._parallel.table.take_seat(rank, topology, placement)
             self._parallel.cache.let_go()
             self._epochs = self._epoch_keeper()
-            self._router = EventRouter()
-            # A later founding's steps come after all of an earlier one's, on every rank alike.
-            self._step = met.epoch << 32
+            self._desk = self._new_desk()
             self._parallel.attach(met.data, self._recorder, self._clock)
-            self._engine = start_engine(
-                self._parallel.model, self._options, control=met.control, hooks=self, router=self._router
+            steps = ServingSteps(
+                parallel=self._parallel,
+                epochs=self._epochs,
+                recorder=self._recorder,
+                clock=self._clock,
+                counts=self._counts,
+                # A later founding's steps come after all of an earlier one's, on every rank alike.
+                first_step=met.epoch << 32,
+            )
+            self._desk.engine = start_engine(
+                self._parallel.model, self._options, control=met.control, hooks=steps, router=self._desk.router
             )
 
     def leave(self) -> Holdings:
@@ -233,7 +230,7 @@ class ExpertWorker:
             if self._engine is not None:
                 if not self._engine.break_off(self._options.meeting_timeout_s):
                     raise ExchangeError(f"rank {self._rank} can't leave: its step does not end")
-                self._engine = None
+                self._desk.engine = None
                 self._recorder.abandon_step()
                 if self._device.type == "cuda":
                     # The KV cache hangs in cycles of references, and there is no room for a second one.
@@ -256,57 +253,23 @@ class ExpertWorker:
     # -------------------------------------------------------------------------------------------------- requests
 
     def submit(self, request: GenerationRequest) -> None:
-        """Take a request. Raises RequestError when it can't be served here; others are not affected. Raises
-        ExchangeError where this rank has left its peers."""
-        config = self._parallel.model.config.get_text_config()
-        limit = min(config.max_position_embeddings, self._options.kv_page_size * self._options.kv_pages)
-        check_request(request, vocabulary=config.vocab_size, max_tokens=limit)
-        engine = self._running_engine()
-        name = self._router.open(request.request)
-        if name is None:
-            raise RequestError(f"request '{request.request}': a request of this id is running")
-        accepted = engine.add_request(
-            list(request.prompt),
-            request_id=name,
-            max_new_tokens=request.max_new_tokens,
-            streaming=request.stream,
-            sampling=request.sampling,
-        )
-        if accepted is None:
-            self._router.forget(request.request)
-            raise ExchangeError(f"rank {self._rank} is stopping")
+        """See `Desk.submit`."""
+        self._desk.submit(request)
 
     def cancel(self, request: str) -> None:
-        """Stop a request; its last event says 'cancelled'. A request that is not running is no error."""
-        name = self._router.close(request, CANCELLED)
-        if name is not None and self._engine is not None:
-            self._engine.cancel_request(name)
+        self._desk.cancel(request)
 
     def next_events(self, timeout_s: float, founding: int | None = None) -> list[TokenEvent]:
-        """The events since the last call; waits up to timeout_s for the first.
-
-        Raises ExchangeError once all events are taken of a rank that has stopped serving, StaleEpochError for events
-        of another founding (the epoch under which the ranks met) than the present one.
-        """
+        """See `Desk.next_events`. Raises StaleEpochError for events of another founding (the epoch under which the
+        ranks met) than the present one."""
         if founding is not None:
             self.check_founding(founding)
-        events = self._router.take(timeout_s)
-        if not events:
-            self._running_engine()
-        return events
+        return self._desk.next_events(timeout_s)
 
     def check_founding(self, founding: int) -> None:
         """Raises StaleEpochError unless the ranks have met under this epoch."""
         if founding != self._newest:
             raise StaleEpochError(f"rank {self._rank} has met under epoch {self._newest}, not {founding}")
-
-    def _running_engine(self) -> LockstepManager:
-        engine = self._engine
-        if engine is None:
-            raise ExchangeError(f"rank {self._rank} has left its peers")
-        if not engine.is_running():
-            raise ExchangeError(str(engine.background_thread_status.fatal_error))
-        return engine
 
     # -------------------------------------------------------------------------------------------- change of epoch
 
@@ -328,48 +291,6 @@ class ExpertWorker:
 
     def drop(self, epoch: int) -> int:
         return self._epochs.drop(epoch)
-
-    # ---------------------------------------------------------------- hooks of the engine, on the serving thread
-
-    def serving_epoch(self) -> int:
-        return self._parallel.table.epoch
-
-    def ready_epoch(self) -> int:
-        return self._epochs.vote()
-
-    def enter_epoch(self, epoch: int) -> None:
-        self._epochs.enter(epoch)
-
-    def begin_step(self, batch: list[Any], input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
-        self._clock.begin()
-        self._parallel.table.begin_step()
-        lengths = [entry.query_length for entry in batch]
-        self._tokens += sum(lengths)
-        requests = [request_number(request_of(entry.state.request_id)) for entry in batch]
-        phases = [PREFILL if length > 1 else DECODE for length in lengths]
-        tokens = StepTokens(
-            request=np.repeat(np.array(requests, np.int64), lengths),
-            phase=np.repeat(np.array(phases, np.uint8), lengths),
-            position=position_ids.cpu().numpy().astype(np.int32),
-            token_id=input_ids.cpu().numpy().astype(np.int32),
-        )
-        self._recorder.begin_step(self._step, tokens)
-
-    def end_step(self) -> None:
-        self._recorder.end_step()
-        self._parallel.table.begin_step()
-        self._count_step()
-
-    def join_step(self) -> None:
-        self._recorder.abandon_step()
-        self._clock.begin()
-        self._parallel.join_step()
-        self._count_step()
-
-    def _count_step(self) -> None:
-        self._clock.end(self._step)
-        self._steps += 1
-        self._step += 1
 
     # ------------------------------------------------------------------------------------------------- looking in
 
@@ -398,14 +319,14 @@ class ExpertWorker:
             epoch=self._parallel.table.epoch,
             alive=engine is not None and engine.is_running(),
             error=None if error is None else str(error),
-            steps=self._steps,
+            steps=self._counts.steps,
             experts=len(self._parallel.slab.experts()),
             host_slab_bytes=self._parallel.slab.num_bytes,
             slot_bytes=cache.num_bytes,
             cache={name: getattr(cache.counters, name) for name in type(cache.counters).__slots__},
             recorder={name: getattr(recorder, name) for name in type(recorder).__slots__},
             traffic=asdict(self._parallel.table.traffic),
-            tokens=self._tokens,
+            tokens=self._counts.tokens,
             step_s=self._clock.total_s,
         )
 

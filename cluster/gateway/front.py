@@ -25,7 +25,7 @@ from placement.topology import Topology
 from placement.trace import RoutingTrace, concatenate, read_segment
 from workers.events import TokenEvent
 from workers.requests import GenerationRequest
-from workers.worker import WorkerStatus
+from workers.vitals import WorkerStatus
 
 TAKE_WAIT_S = 1.0
 WATCH_EVERY_S = 2.0

@@ -28,8 +28,7 @@ from workers.host_slab import HostSlab
 from workers.links import DirectLink
 from workers.routing import RoutingTable
 from workers.slot_cache import SlotCache
-from workers.vitals import Holdings
-from workers.worker import WorkerStatus
+from workers.vitals import Holdings, WorkerStatus
 
 LAYERS, EXPERTS, RANKS, ROWS, BLOB = 2, 8, 4, 3, 256
 TOPOLOGY = load_topology("2x2")

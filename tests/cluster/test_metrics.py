@@ -9,7 +9,7 @@ import pytest
 from cluster import history as states
 from cluster.history import HistoryEvent
 from cluster.metrics import GAUGES, LABELS, Sample, history_readings, rank_readings
-from workers.worker import WorkerStatus
+from workers.vitals import WorkerStatus
 
 
 def _status(rank: int, *, pairs: int, tokens: int = 100, steps: int = 10, **more: Any) -> WorkerStatus:

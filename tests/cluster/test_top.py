@@ -15,7 +15,7 @@ from placement.baselines import linear_placement
 from placement.planfile import Plan
 from placement.topology import load_topology
 from workers.traffic import TrafficCounters
-from workers.worker import WorkerStatus
+from workers.vitals import WorkerStatus
 
 PLAN = Plan(
     placement=linear_placement(3, 8, 4, 2).with_epoch(5),

@@ -1,0 +1,86 @@
+"""The steps of one founding: what a rank does around each of them. Everything here runs on the serving thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from placement.trace import DECODE, PREFILL
+from workers.epochs import EpochKeeper
+from workers.events import request_of
+from workers.parallel_model import ParallelModel
+from workers.recorder import Recorder, StepTokens
+from workers.requests import request_number
+from workers.step_clock import StepClock
+
+
+@dataclass(slots=True, kw_only=True)
+class StepCounts:
+    """Since the worker started: steps, and tokens that went through the model here."""
+
+    steps: int = 0
+    tokens: int = 0
+
+
+class ServingSteps:
+    """The hooks of an engine (see `lockstep.StepHooks`). first_step: the number of the first step."""
+
+    def __init__(
+        self,
+        *,
+        parallel: ParallelModel,
+        epochs: EpochKeeper,
+        recorder: Recorder,
+        clock: StepClock,
+        counts: StepCounts,
+        first_step: int,
+    ) -> None:
+        self._parallel = parallel
+        self._epochs = epochs
+        self._recorder = recorder
+        self._clock = clock
+        self._counts = counts
+        self._step = first_step
+
+    def serving_epoch(self) -> int:
+        return self._parallel.table.epoch
+
+    def ready_epoch(self) -> int:
+        return self._epochs.vote()
+
+    def enter_epoch(self, epoch: int) -> None:
+        self._epochs.enter(epoch)
+
+    def begin_step(self, batch: list[Any], input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+        self._clock.begin()
+        self._parallel.table.begin_step()
+        lengths = [entry.query_length for entry in batch]
+        self._counts.tokens += sum(lengths)
+        requests = [request_number(request_of(entry.state.request_id)) for entry in batch]
+        phases = [PREFILL if length > 1 else DECODE for length in lengths]
+        tokens = StepTokens(
+            request=np.repeat(np.array(requests, np.int64), lengths),
+            phase=np.repeat(np.array(phases, np.uint8), lengths),
+            position=position_ids.cpu().numpy().astype(np.int32),
+            token_id=input_ids.cpu().numpy().astype(np.int32),
+        )
+        self._recorder.begin_step(self._step, tokens)
+
+    def end_step(self) -> None:
+        self._recorder.end_step()
+        self._parallel.table.begin_step()
+        self._count_step()
+
+    def join_step(self) -> None:
+        self._recorder.abandon_step()
+        self._clock.begin()
+        self._parallel.join_step()
+        self._count_step()
+
+    def _count_step(self) -> None:
+        self._clock.end(self._step)
+        self._counts.steps += 1
+        self._step += 1
