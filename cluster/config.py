@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from placement.errors import ConfigError
+from placement.fit.precision import Precision
 from placement.topology import first_problem
 from workers.options import WorkerOptions
 from workers.recorder import RecorderOptions
@@ -32,6 +33,7 @@ class WorkerConfig(_Strict):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    expert_precision: Precision = Field(default=Precision.STORED, strict=False)
     cache_share: float = Field(default=0.4, gt=0, le=1)
     host_slab_rows: float = Field(default=2.0, ge=1)
     kv_page_size: int = Field(default=32, ge=4)

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.blob import round_trip
 from workers.loading import device_of, load_model
 from workers.options import WorkerOptions
+from workers.seam import experts_modules, num_experts_of
 
 TIE = 1e-4
 
@@ -37,7 +39,11 @@ def verify(
     # More threads than a busy machine has free cores make small matrix products slower by far.
     torch.set_num_threads(options.threads)
     device = device_of(options.device)
-    model = load_model(options, device).to(device)
+    model = load_model(options, device)
+    for module in experts_modules(model):
+        # Quantised experts are those of another model, which is the one to compare with.
+        round_trip(module, num_experts_of(module), options.expert_precision)
+    model = model.to(device)
     num_answers = num_tokens = ties = 0
     wrong: list[tuple[str, int]] = []
     for name, prompt, tokens in answers:

@@ -46,9 +46,12 @@ class ExpertCompute:
             self._generation = self._cache.generation
         if alone and hidden.device.type == "cuda" and len(self._banks) == 1:
             table = self._cache.whole_table(self._layer)
+            whole = None
             if table is not None:
+                whole = self._banks[0].weighted(hidden, table[experts.long()], weights.to(hidden.dtype))
+            if whole is not None:
                 self.pairs += experts.numel()
-                return self._banks[0].weighted(hidden, table[experts.long()], weights.to(hidden.dtype))
+                return whole
         # The one time that the host waits for the device: which experts does the layer need?
         chosen = experts.cpu().numpy().reshape(-1)
         top_k = experts.shape[1]
@@ -59,7 +62,7 @@ class ExpertCompute:
         for wave in self._cache.waves(self._layer, needed[needed >= 0].tolist()):
             for bank, where, slots in self._by_bank(wave.slot_of, chosen):
                 table = torch.from_numpy(np.stack([where, where // top_k, slots])).to(hidden.device, non_blocking=True)
-                out = self._banks[bank].forward(hidden[table[1]], table[2])
+                out = self._banks[bank].forward(hidden[table[1]], table[2], slots)
                 partial.index_add_(0, table[1], (out * weight[table[0]].unsqueeze(1)).to(partial.dtype))
         return partial
 

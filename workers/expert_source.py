@@ -31,26 +31,30 @@ from transformers.core_model_loading import (
 
 from placement.core import ExpertId
 from placement.errors import ConfigError
+from placement.fit.precision import Precision
 from workers.blob import BlobLayout, layout_of
 from workers.seam import experts_modules, num_experts_of
 from workers.shards import Shards
 
 
 class ExpertSource(Protocol):
-    """Gives any expert of a model as a blob."""
+    """Gives any expert of a model as a blob. lasts: as long as the worker lives, at no cost of memory."""
 
     layout: BlobLayout
+    lasts: bool
 
     def read(self, expert: ExpertId, out: torch.Tensor) -> None:
         """Write one expert's blob into out, uint8 [layout.num_bytes]."""
 
 
 class ModuleExperts:
-    """The experts of a model that lies in host memory whole."""
+    """The experts of a model that lies in host memory whole, and lets go of them once they are served elsewhere."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    lasts = False
+
+    def __init__(self, model: PreTrainedModel, precision: Precision = Precision.STORED) -> None:
         self._modules = experts_modules(model)
-        self.layout = common_layout(self._modules)
+        self.layout = common_layout(self._modules, precision)
 
     def read(self, expert: ExpertId, out: torch.Tensor) -> None:
         self.layout.pack(self._modules[expert.layer], expert.expert, out)
@@ -72,6 +76,8 @@ class _Part:
 class CheckpointExperts:
     """The experts of a model folder, read from its safetensors files one at a time."""
 
+    lasts = True
+
     def __init__(self, shards: Shards, skeleton: PreTrainedModel, parts: list[list[_Part]], layout: BlobLayout) -> None:
         self._shards = shards
         self._skeleton = skeleton
@@ -85,8 +91,7 @@ class CheckpointExperts:
         for field in self.layout.fields:
             tensor = found[field.name]
             assert tensor.shape == (1, *field.shape), (field, tensor.shape)
-            target = out[field.offset : field.offset + field.num_bytes].view(field.dtype).view(field.shape)
-            target.copy_(tensor[0])
+            field.write(tensor[0], out)
 
     def _convert(self, part: _Part, expert: int) -> dict[str, torch.Tensor]:
         """{parameter name within the module: [1, ...]} of one expert."""
@@ -106,21 +111,23 @@ class CheckpointExperts:
         return self._shards.row(keys[0], expert) if len(keys) == 1 else self._shards.whole(keys[expert])
 
 
-def common_layout(modules: list[nn.Module]) -> BlobLayout:
+def common_layout(modules: list[nn.Module], precision: Precision) -> BlobLayout:
     """The layout that all MoE layers share. Raises ConfigError where they differ."""
-    layouts = {layout_of(module, num_experts_of(module)) for module in modules}
+    layouts = {layout_of(module, num_experts_of(module), precision) for module in modules}
     if len(layouts) > 1:
         raise ConfigError("the MoE layers keep their experts in different layouts, which the host slab does not hold")
     return layouts.pop()
 
 
-def checkpoint_experts(shards: Shards, skeleton: PreTrainedModel) -> tuple[CheckpointExperts, list[str]] | None:
+def checkpoint_experts(
+    shards: Shards, skeleton: PreTrainedModel, precision: Precision = Precision.STORED
+) -> tuple[CheckpointExperts, list[str]] | None:
     """Where each expert of a model lies, and the keys of all other tensors. skeleton: the model on the meta device.
 
     None where the checkpoint's experts can't be read one by one. Raises ConfigError as `common_layout`.
     """
     modules = experts_modules(skeleton)
-    layout = common_layout(modules)
+    layout = common_layout(modules, precision)
     names = {id(module): name for name, module in skeleton.named_modules()}
     layer_of = {
         f"{names[id(module)]}.{field.name}": layer for layer, module in enumerate(modules) for field in layout.fields

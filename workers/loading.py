@@ -72,7 +72,7 @@ def load_share(options: WorkerOptions, device: torch.device) -> tuple[PreTrained
         dtype = config.get_text_config().dtype or torch.float32
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    found = checkpoint_experts(shards, skeleton)
+    found = checkpoint_experts(shards, skeleton, options.expert_precision)
     if found is None:
         logger.info("model '%s': its experts cannot be read one by one; it is loaded whole", options.model)
         return _whole(options, device)
@@ -82,7 +82,7 @@ def load_share(options: WorkerOptions, device: torch.device) -> tuple[PreTrained
 
 def _whole(options: WorkerOptions, device: torch.device) -> tuple[PreTrainedModel, ExpertSource]:
     model = load_model(options, device)
-    return model, ModuleExperts(model)
+    return model, ModuleExperts(model, options.expert_precision)
 
 
 def _without_experts(

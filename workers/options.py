@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from placement.fit.precision import Precision
 from workers.recorder import RecorderOptions
 
 
@@ -13,6 +14,8 @@ class WorkerOptions:
     """model: a folder with a Transformers checkpoint. dtype: a torch type by name; 'auto' is float32 on CPUs, else the
     checkpoint's.
 
+    expert_precision: how experts are kept in host memory and slots, and moved: as the model computes ('stored'), or
+    quantised ('int8', 'int4'; docs/offload.md says what that costs in accuracy).
     cache_share: the share of a rank's rows, of all layers together, that its GPU slots hold (one at least).
     host_slab_rows: rows of the host slab as a multiple of what the placement needs; a migration's copies take the rest.
     kv_page_size, kv_pages, max_batch_tokens, max_requests: the paged KV cache and the largest batch.
@@ -25,6 +28,7 @@ class WorkerOptions:
     recorder: RecorderOptions
     device: str = "auto"
     dtype: str = "auto"
+    expert_precision: Precision = Precision.STORED
     cache_share: float = 0.4
     host_slab_rows: float = 2.0
     kv_page_size: int = 32

@@ -28,7 +28,6 @@ from workers.desk import Desk
 from workers.engine import start_engine
 from workers.epochs import EpochKeeper
 from workers.events import EventRouter, TokenEvent
-from workers.expert_source import ModuleExperts
 from workers.loading import ModelShape, device_of, load_share
 from workers.lockstep import LockstepManager
 from workers.mover import Mover
@@ -60,8 +59,7 @@ class ExpertWorker:
         self._device = device_of(options.device)
         bind_near(self._device)
         model, experts = load_share(options, self._device)
-        # The model's own modules let go of their experts once they are served from the slab.
-        self._source = None if isinstance(experts, ModuleExperts) else experts
+        self._source = experts if experts.lasts else None
         self._parallel = ParallelModel(
             model,
             experts=experts,

@@ -12,14 +12,12 @@ from typing import Any
 
 from placement.errors import ConfigError
 from placement.fit.checkpoint import Checkpoint, need
+from placement.fit.precision import BLOB_ALIGNMENT, Precision, aligned, quantised_blob_bytes
 
 GIB = 1 << 30
 CUDA_CONTEXT_BYTES = 600 << 20
 PREFILL_CHUNK_TOKENS = 2048
 CACHE_ELEMENT_BYTES = 2
-BLOB_ALIGNMENT = 256
-INT8_CHANNEL_BYTES = 2
-INT4_GROUP, INT4_GROUP_BYTES = 64, 2
 HIT_RATES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)
 
 
@@ -90,16 +88,19 @@ def fit_model(model: Checkpoint, request: FitRequest, folder: Path) -> Fit:
 
 
 def expert_sizes(model: Checkpoint) -> dict[str, int]:
-    """Blob bytes of one expert by precision: as stored, int8 (a scale a channel), int4 (a scale a group of 64)."""
+    """Blob bytes of one expert by precision, as workers keep it: gate and up in one matrix, and down.
+
+    Biases are not told from weights, and count as if they were quantised too.
+    """
     hidden = int(model.config.get("hidden_size", 1))
-    channels = model.expert_weights // hidden
-    sizes = {
-        "stored": model.expert_bytes,
-        "int8": model.expert_weights + INT8_CHANNEL_BYTES * channels,
-        "int4": model.expert_weights // 2 + INT4_GROUP_BYTES * model.expert_weights // INT4_GROUP,
-    }
-    aligned = {name: -(-size // BLOB_ALIGNMENT) * BLOB_ALIGNMENT for name, size in sizes.items()}
-    return {name: size for name, size in aligned.items() if name == "stored" or size < aligned["stored"]}
+    intermediate = model.expert_weights // (3 * hidden)
+    matrices = ((2 * intermediate, hidden), (hidden, intermediate))
+    sizes = {Precision.STORED.value: aligned(model.expert_bytes, BLOB_ALIGNMENT)}
+    for precision in (Precision.INT8, Precision.INT4):
+        size = quantised_blob_bytes(precision, matrices)
+        if size < sizes[Precision.STORED]:
+            sizes[precision.value] = size
+    return sizes
 
 
 def kv_bytes_per_request(config: dict[str, Any], context: int, folder: Path) -> int:

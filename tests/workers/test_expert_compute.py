@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from placement.cache.policy import EvictionPolicy, PolicyName
 from placement.core import ExpertId
+from placement.fit.precision import Precision
 from tests.workers.test_model_seam import CONFIGS
 from workers.banks import BANK_SLOTS
-from workers.blob import layout_of
+from workers.blob import layout_of, round_trip
 from workers.expert_compute import ExpertCompute
 from workers.host_slab import HostSlab
 from workers.links import DirectLink
@@ -20,13 +21,16 @@ from workers.slot_cache import SlotCache
 EXPERTS = 6
 
 
-@pytest.mark.parametrize("num_slots", [1, 3, 6, BANK_SLOTS + 4])
+@pytest.mark.parametrize(
+    ("num_slots", "precision"),
+    [*((slots, "stored") for slots in (1, 3, 6, BANK_SLOTS + 4)), (3, "int8"), (BANK_SLOTS + 4, "int8"), (3, "int4")],
+)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_layer_from_slots_gives_what_the_module_gives(name: str, num_slots: int) -> None:
+def test_a_layer_from_slots_gives_what_the_module_gives(name: str, num_slots: int, precision: Precision) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval().requires_grad_(False)
     modules = experts_modules(model)
-    layout = layout_of(modules[0], EXPERTS)
+    layout = layout_of(modules[0], EXPERTS, Precision(precision))
     slab = HostSlab(capacity=EXPERTS * len(modules), blob_bytes=layout.num_bytes)
     for layer, module in enumerate(modules):
         for parameter in module.parameters():
@@ -34,6 +38,7 @@ def test_a_layer_from_slots_gives_what_the_module_gives(name: str, num_slots: in
         for expert in range(EXPERTS):
             layout.pack(module, expert, slab.claim(ExpertId(layer, expert)))
             slab.publish(ExpertId(layer, expert))
+        round_trip(module, EXPERTS, Precision(precision))
     cache = SlotCache(
         slab=slab,
         policy=EvictionPolicy(PolicyName.REUSE, num_layers=len(modules), num_experts=EXPERTS, top_k=2, share=0.5),
