@@ -36,6 +36,8 @@ _LOOPBACK = "127.0.0.1"
 # Linux it replaces 127.0.0.1 by the machine's outer address and listens on all.
 _SINGLE_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _OWN_VARIABLES = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+# Ray starts its workers at niceness 15, so that anything else on the machine would go before tokens.
+_TOKENS_FIRST = {"RAY_worker_niceness": "0"}
 _LONGEST_TEMP_DIR = 20
 
 
@@ -57,7 +59,7 @@ def local_cluster(*, name: str, num_cpus: int, object_store_mb: int) -> Iterator
     token_path = folder / "token"
     token_path.touch(mode=0o600)
     token_path.write_text(secrets.token_hex(32))
-    variables = _OWN_VARIABLES | _SINGLE_NODE | {"RAY_AUTH_TOKEN_PATH": str(token_path)}
+    variables = _OWN_VARIABLES | _SINGLE_NODE | _TOKENS_FIRST | {"RAY_AUTH_TOKEN_PATH": str(token_path)}
     try:
         with watched(folder, Path(ray.__file__).parent), _environment(variables):
             context = _start(folder, num_cpus, object_store_mb)

@@ -1,7 +1,8 @@
-"""Chaos: 200 requests, 16 at a time, while experts move three times and two workers are killed.
+"""Chaos: 200 requests of the `openai` client, 16 at a time, while experts move three times and two workers are killed.
 
 Prints a table and writes JSON: how many requests completed, how many texts differ from the plain model's, and the
-longest pause between two tokens of a stream, in quiet, while experts move, and after a kill. Quiet is the baseline.
+longest pause between two pieces of a stream: in quiet (the baseline), while the service plans, while experts move, and
+from a kill until every seat is taken again.
 
     python scripts/bench/chaos.py --out docs/measured/chaos.json
 """
@@ -11,202 +12,177 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import queue
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cluster.config import ClusterConfig
-from cluster.demo import load_prompts
-from cluster.demo_run import DEMO_PROMPTS, demo_config
-from cluster.fleet import Fleet
-from cluster.local_ray import local_cluster
-from cluster.verify import verify
+from served import Crowd, Served, Told, Wish, demo_prompts, plain_texts, served_demo, stamp
+
+from cluster import history as states
+from cluster.answers import answer
+from cluster.config import history_path
+from cluster.history import History
+from cluster.rebalance import joined_service
 from placement.errors import MoetisError
-from workers.requests import GenerationRequest
 
 AT_A_TIME = 16
 SHORTEST, LONGEST = 16, 160
-QUIET, MOVING, KILLED = "quiet", "experts move", "a worker was killed"
+WHOLE_AGAIN_S = 240.0
+QUIET, PLANNING, MOVING, KILLED = "quiet", "the service plans", "experts move", "a worker was killed"
 # When a share of the requests has ended, what happens next.
 PLAN = ((0.10, MOVING), (0.25, KILLED), (0.45, MOVING), (0.60, KILLED), (0.80, MOVING))
 
 
-@dataclass(slots=True)
-class Client:
-    """One request at a time from a common list; what came of each, and the moment of every token."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From when to when something went on, by time.monotonic()."""
 
-    requests: queue.SimpleQueue[GenerationRequest]
-    texts: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    moments: list[list[float]] = field(default_factory=list)
-
-    def run(self, fleet: Fleet) -> None:
-        while True:
-            try:
-                request = self.requests.get_nowait()
-            except queue.Empty:
-                return
-            (generation,) = fleet.submit([request])
-            moments, tokens = [], []
-            for event in generation.events():
-                if event.tokens:
-                    moments.append(time.monotonic())
-                    tokens.extend(event.tokens)
-                if event.end not in (None, "finished"):
-                    self.errors[request.request] = f"{event.end}: {event.error}"
-            self.texts[request.request] = tuple(tokens)
-            self.moments.append(moments)
+    kind: str
+    start: float
+    end: float
 
 
 class Trouble:
     """Makes it, one thing after the other, and remembers from when to when each lasted."""
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
-        self._fleet = fleet
+    def __init__(self, served: Served, service: Any, seed: int) -> None:
+        self._served = served
+        self._service = service
         self._random = random.Random(seed)
-        self.spans: list[tuple[str, float, float]] = []
+        self._history = History(history_path(served.config))
+        self.spans: list[Span] = []
         self.said: list[dict[str, Any]] = []
-
-    @contextmanager
-    def _span(self, kind: str) -> Iterator[None]:
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.spans.append((kind, start, time.monotonic()))
+        self._everyone = self._actors()
 
     def make(self, kind: str) -> None:
-        self._wait_for_all()
+        print(f"now: {kind}", file=sys.stderr, flush=True)
         if kind == KILLED:
-            seat, pid = self._random.choice(sorted(self._fleet.pids().items()))
-            with self._span(KILLED):
-                os.kill(pid, signal.SIGKILL)
-                while not self._fleet.members() or seat in {member.seat for member in self._fleet.members()}:
-                    time.sleep(0.02)
-                self._wait_for_all()
-            self.said.append({"what": f"kill -9 of seat {seat}", "s": self.spans[-1][2] - self.spans[-1][1]})
-            return
-        with self._span(MOVING):
-            result = self._fleet.rebalance(is_gated=False)
-        moves = 0 if result.migration is None else result.migration.num_moves
-        self.said.append({"what": f"rebalance: {result.decision}, {moves} experts", "s": result.copy_s})
+            self._kill()
+        else:
+            self._move()
 
-    def _wait_for_all(self) -> None:
-        deadline = time.monotonic() + 120
-        while len(self._fleet.members()) < self._fleet.topology.num_ranks:
-            if time.monotonic() > deadline:
-                raise MoetisError("a seat was not taken again in 120 s")
+    def _kill(self) -> None:
+        before = self._actors()
+        victim = self._random.choice(self._served.workers())
+        start = time.monotonic()
+        os.kill(victim.pid, signal.SIGKILL)
+        while len(now := self._actors()) < len(self._everyone) or now == before:
+            if time.monotonic() > start + WHOLE_AGAIN_S:
+                raise MoetisError(f"not every seat was taken again {WHOLE_AGAIN_S:.0f} s after a kill")
             time.sleep(0.1)
+        end = time.monotonic()
+        self.spans.append(Span(KILLED, start, end))
+        self.said.append({"what": "kill -9 of a worker, until every seat is taken again", "s": end - start})
+
+    def _actors(self) -> set[str]:
+        return {member.actor for member in answer(self._service.members.remote())}
+
+    def _move(self) -> None:
+        start = time.monotonic()
+        result = answer(self._service.rebalance.remote(False))
+        end = time.monotonic()
+        self.spans.append(Span(PLANNING, start, end))
+        moves = 0 if result.migration is None else result.migration.num_moves
+        began = self._moved_from(result.plan.placement.epoch)
+        if began is not None:
+            self.spans.append(Span(MOVING, began, end))
+        self.said.append(
+            {
+                "what": f"rebalance: {result.decision}, {moves} experts",
+                "s": end - start,
+                "plan_s": result.plan_s,
+                "copy_s": result.copy_s,
+                "switch_s": result.switch_s,
+            }
+        )
+
+    def _moved_from(self, epoch: int) -> float | None:
+        """When the first copy of an epoch began, by this machine's monotonic clock."""
+        for event in self._history.events():
+            if event.epoch == epoch and event.state == states.COPYING:
+                at = datetime.fromisoformat(event.at).timestamp()
+                return at - time.time() + time.monotonic()
+        return None
 
 
-def make_requests(config: ClusterConfig, num_requests: int, seed: int) -> list[GenerationRequest]:
-    prompts = load_prompts(DEMO_PROMPTS, config.model, 100)
+def make_wishes(prompts: list[str], number: int, seed: int) -> list[Wish]:
     rng = random.Random(seed)
     return [
-        GenerationRequest(
-            request=str(number),
-            prompt=prompts[number % len(prompts)].tokens,
-            max_new_tokens=rng.randint(SHORTEST, LONGEST),
-            stream=True,
-        )
-        for number in range(num_requests)
+        Wish(name=str(index), prompt=prompts[index % len(prompts)], tokens=rng.randint(SHORTEST, LONGEST))
+        for index in range(number)
     ]
 
 
-def pauses(clients: list[Client], spans: list[tuple[str, float, float]]) -> dict[str, list[float]]:
-    """Seconds between two tokens of a stream, by what went on meanwhile; a kill counts before a move."""
-    found: dict[str, list[float]] = {QUIET: [], MOVING: [], KILLED: []}
-    for client in clients:
-        for moments in client.moments:
-            for before, after in pairwise(moments):
-                kinds = {kind for kind, start, end in spans if before < end and after > start}
-                kind = KILLED if KILLED in kinds else MOVING if MOVING in kinds else QUIET
-                found[kind].append(after - before)
+def pauses(told: list[Told], spans: list[Span]) -> dict[str, list[float]]:
+    """Seconds between two pieces of a stream, by the worst that went on meanwhile."""
+    found: dict[str, list[float]] = {kind: [] for kind in (QUIET, PLANNING, MOVING, KILLED)}
+    for one in told:
+        for before, after in pairwise(one.moments):
+            kinds = {span.kind for span in spans if before < span.end and after > span.start}
+            kind = next((kind for kind in (KILLED, MOVING, PLANNING) if kind in kinds), QUIET)
+            found[kind].append(after - before)
     return found
 
 
-def p99(gaps: list[float]) -> float:
-    return sorted(gaps)[int(0.99 * (len(gaps) - 1))] if gaps else 0.0
+def summary(gaps: list[float], step_s: float) -> dict[str, float]:
+    if not gaps:
+        return {"pauses": 0}
+    longest = max(gaps)
+    p99 = sorted(gaps)[int(0.99 * (len(gaps) - 1))]
+    return {"pauses": len(gaps), "longest_s": longest, "p99_s": p99, "longest_steps": longest / step_s}
 
 
-def run(num_requests: int, seed: int, run_dir: Path) -> dict[str, Any]:
-    config = demo_config(run_dir)
-    requests = make_requests(config, num_requests, seed)
-    waiting: queue.SimpleQueue[GenerationRequest] = queue.SimpleQueue()
-    for request in requests:
-        waiting.put(request)
-    clients = [Client(waiting) for _ in range(AT_A_TIME)]
-
-    def note(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    with (
-        local_cluster(name="chaos", num_cpus=8, object_store_mb=config.ray.object_store_mb),
-        Fleet(config, note=note) as fleet,
-    ):
-        trouble = Trouble(fleet, seed)
+def run(number: int, seed: int, folder: Path) -> dict[str, Any]:
+    with served_demo(folder) as served, joined_service(served.config) as service:
+        wishes = make_wishes(demo_prompts(served.config), number, seed)
+        # What only the first requests pay for (first compilations, first connections) is no part of a normal step.
+        warm = Crowd(served, wishes[:AT_A_TIME], at_a_time=AT_A_TIME)
+        warm.start()
+        warm.join()
+        crowd, trouble = Crowd(served, wishes, at_a_time=AT_A_TIME), Trouble(served, service, seed)
         start = time.monotonic()
-        threads = [threading.Thread(target=client.run, args=(fleet,)) for client in clients]
-        for thread in threads:
-            thread.start()
+        crowd.start()
         for share, kind in PLAN:
-            while sum(len(client.texts) for client in clients) < share * num_requests:
+            while len(crowd.told) < share * number:
                 time.sleep(0.05)
-            note(f"now: {kind}")
             trouble.make(kind)
-        for thread in threads:
-            thread.join()
+        crowd.join()
         seconds = time.monotonic() - start
-    texts = {name: tokens for client in clients for name, tokens in client.texts.items()}
-    errors = {name: error for client in clients for name, error in client.errors.items()}
-    verdict = verify(
-        config.worker_options(), [(request.request, request.prompt, texts[request.request]) for request in requests]
-    )
-    found = pauses(clients, trouble.spans)
-    step = statistics.median(found[QUIET])
+    expected = plain_texts(served.config, wishes)
+    errors = {one.wish.name: one.error for one in crowd.told if one.error is not None}
+    found = pauses(crowd.told, trouble.spans)
+    step_s = statistics.median(found[QUIET])
     return {
-        "requests": num_requests,
-        "completed": len(texts) - len(errors),
+        "requests": number,
+        "at_a_time": AT_A_TIME,
+        "completed": len(crowd.told) - len(errors),
         "errors": errors,
-        "tokens": verdict.tokens,
-        "wrong_texts": len(verdict.wrong),
-        "ties": verdict.ties,
+        "wrong_texts": sorted(one.wish.name for one in crowd.told if one.text != expected[one.wish.name]),
+        "tokens": sum(wish.tokens for wish in wishes),
         "seconds": seconds,
-        "normal_step_s": step,
-        "longest_pause_s": {kind: max(gaps, default=0.0) for kind, gaps in found.items()},
-        "p99_pause_s": {
-            kind: sorted(gaps)[int(0.99 * (len(gaps) - 1))] if gaps else 0.0 for kind, gaps in found.items()
-        },
-        "moving_in_steps": max(found[MOVING], default=0.0) / step,
+        "normal_step_s": step_s,
+        "pauses": {kind: summary(gaps, step_s) for kind, gaps in found.items()},
         "trouble": trouble.said,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        **stamp(),
     }
 
 
 def show(figures: dict[str, Any]) -> None:
     print(f"{figures['completed']} of {figures['requests']} requests completed, {len(figures['errors'])} errors")
-    print(f"{figures['tokens']} tokens checked, {figures['wrong_texts']} wrong texts, {figures['ties']} ties")
-    print(f"{'pause between two tokens':26} {'longest':>9} {'p99':>9}   (normal step {figures['normal_step_s']:.3f} s)")
-    for kind, longest in figures["longest_pause_s"].items():
-        print(f"{kind:26} {longest:8.3f}s {figures['p99_pause_s'][kind]:8.3f}s")
+    print(f"{len(figures['wrong_texts'])} texts differ from the plain model's; {figures['tokens']} tokens asked for")
+    step_s = figures["normal_step_s"]
+    print(f"{'pause in a stream':22} {'longest':>9} {'p99':>9} {'in steps':>9}  (a step: {step_s:.3f} s)")
+    for kind, found in figures["pauses"].items():
+        if found["pauses"]:
+            print(f"{kind:22} {found['longest_s']:8.3f}s {found['p99_s']:8.3f}s {found['longest_steps']:9.1f}")
     for item in figures["trouble"]:
         print(f"  {item['what']} ({item['s']:.2f} s)")
 

@@ -25,7 +25,7 @@ from workers.loading import load_model
 from workers.options import WorkerOptions
 from workers.recorder import RecorderOptions
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = ROOT / "configs" / "models" / "demo"
 KEY = "a-key-for-tests-0123456789"
