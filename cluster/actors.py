@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.drifting import DriftCheck
 from cluster.forming import Meeting
@@ -232,10 +233,22 @@ class PlacementServiceActor:
 
 
 def start_worker(
-    options: WorkerOptions, *, name: str, seat: int, topology: Topology, placement: Placement, num_gpus: float
+    options: WorkerOptions,
+    *,
+    name: str,
+    seat: int,
+    topology: Topology,
+    placement: Placement,
+    num_gpus: float,
+    place: PlacementGroupSchedulingStrategy,
 ) -> ActorHandle[Any]:
-    """The actor of a seat. Threads: events, requests, migration and signs of life must not wait for each other."""
-    remote = ray.remote(WorkerActor).options(name=name, num_cpus=1, num_gpus=num_gpus, max_concurrency=12)
+    """The actor of a seat, in its bundle.
+
+    Threads: events, requests, migration and signs of life must not wait for each other.
+    """
+    remote = ray.remote(WorkerActor).options(
+        name=name, num_cpus=1, num_gpus=num_gpus, max_concurrency=12, scheduling_strategy=place
+    )
     return remote.remote(options, seat, topology, placement)
 
 

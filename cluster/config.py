@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from placement.errors import ConfigError
 from placement.fit.precision import Precision
@@ -22,9 +22,20 @@ class _Strict(BaseModel):
 
 
 class RayConfig(_Strict):
-    """address 'local' starts a cluster of its own on this machine; anything else is the address of one to join."""
+    """address 'local' starts a cluster of its own on this machine; anything else is the address of one to join.
+
+    node_labels: the Ray labels of each node of the topology, in order; a rank's worker runs on a node that has them.
+    """
 
     address: str = "local"
+    node_labels: list[dict[str, str]] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _labels_of_a_cluster(self) -> RayConfig:
+        if self.node_labels and self.address == "local":
+            raise ValueError("'node_labels' are of a cluster that is joined; 'address' is 'local'")
+        return self
+
     object_store_mb: int = Field(default=128, ge=80)
 
 

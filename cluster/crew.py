@@ -15,9 +15,11 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup
 
 from cluster.actors import start_worker
 from cluster.history import Member
+from cluster.seating import seat_strategy
 from placement.core import Placement
 from placement.topology import Topology
 from workers.options import WorkerOptions
@@ -38,11 +40,14 @@ class Hand:
 class Crew:
     """Starts and ends the actors of a cluster's seats."""
 
-    def __init__(self, options: WorkerOptions, topology: Topology, *, name: str, num_gpus: float) -> None:
+    def __init__(
+        self, options: WorkerOptions, topology: Topology, *, name: str, num_gpus: float, group: PlacementGroup
+    ) -> None:
         self._options = options
         self._topology = topology
         self._name = name
         self._num_gpus = num_gpus
+        self._group = group
 
     def start(self, seat: int, placement: Placement) -> Hand:
         """An actor that loads its share of a placement for all seats."""
@@ -54,6 +59,7 @@ class Crew:
             topology=self._topology,
             placement=placement,
             num_gpus=self._num_gpus,
+            place=seat_strategy(self._group, seat),
         )
         return Hand(Member(seat=seat, actor=name), actor, actor.ready.remote())
 

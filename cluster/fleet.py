@@ -22,6 +22,7 @@ from cluster.forming import Meeting
 from cluster.history import History, Member
 from cluster.keeper import Keeper
 from cluster.ledger import Generation, Ledger
+from cluster.seating import reserve
 from cluster.service import RebalanceResult
 from cluster.starting import history_path, starting_plan
 from cluster.watch import Watch
@@ -59,6 +60,7 @@ class Fleet:
         num_gpus = ray.cluster_resources().get("GPU", 0)
         device = choose_device(config.workers.device, num_ranks=num_seats, num_gpus=num_gpus)
         options = replace(config.worker_options(), device=device)
+        gpus_per_rank = 1 if device == "cuda" else 0
         self._service = start_service(
             history=history_path(config),
             initial=self.initial,
@@ -72,9 +74,14 @@ class Fleet:
                 checkpoint_bandwidth=config.rebalance.checkpoint_gb_s * 1e9,
             ),
         )
+        try:
+            self._group = reserve(self.topology, config.ray.node_labels, num_gpus=gpus_per_rank)
+        except MoetisError:
+            ray.kill(self._service)
+            raise
         self._ledger = Ledger()
         self._keeper = Keeper(
-            Crew(options, self.topology, name=config.name, num_gpus=1 if device == "cuda" else 0),
+            Crew(options, self.topology, name=config.name, num_gpus=gpus_per_rank, group=self._group),
             self._service,
             self._ledger,
             config.faults,
@@ -185,3 +192,4 @@ class Fleet:
     def _kill(self) -> None:
         dismiss(self._keeper.everyone)
         ray.kill(self._service)
+        ray.util.remove_placement_group(self._group)
