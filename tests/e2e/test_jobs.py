@@ -50,9 +50,11 @@ class Head:
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}",
+            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         }
+        # What the head's own processes inherit, and jobs from them.
+        del self.environment["RAY_ADDRESS"]
         self._temp = Path("/tmp") / f"moetis-{secrets.token_hex(4)}"
         command = [
             *(RAY, "start", "--head", "--block", "--include-dashboard=true", "--dashboard-host=127.0.0.1"),
