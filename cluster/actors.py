@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.drifting import DriftCheck
 from cluster.forming import Meeting
@@ -259,9 +259,19 @@ def start_service(
     killed; one that an earlier maker with the same history left behind makes room. Raises ConfigError for another."""
     _make_room(history)
     remote = ray.remote(PlacementServiceActor).options(
-        name=SERVICE_NAME, lifetime="detached", max_restarts=-1, num_cpus=0, max_concurrency=8
+        name=SERVICE_NAME,
+        lifetime="detached",
+        max_restarts=-1,
+        num_cpus=0,
+        max_concurrency=8,
+        scheduling_strategy=_on_this_node(),
     )
     return remote.remote(history, initial, trace_dir, min_gain, seed, window_tokens, meeting)
+
+
+def _on_this_node() -> NodeAffinitySchedulingStrategy:
+    """For what shares files and a fate with the process that serves: a link that is cut must not part them."""
+    return NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def _make_room(history: Path) -> None:
@@ -280,5 +290,7 @@ def _make_room(history: Path) -> None:
 
 def start_relay(*, max_requests: int, max_tokens: int) -> ActorHandle[Any]:
     """The gateway's relay. One that dies comes back empty: what was under way ends, and new requests are served."""
-    remote = ray.remote(Relay).options(num_cpus=0, max_concurrency=1000, max_restarts=-1)
+    remote = ray.remote(Relay).options(
+        num_cpus=0, max_concurrency=1000, max_restarts=-1, scheduling_strategy=_on_this_node()
+    )
     return remote.remote(max_requests=max_requests, max_tokens=max_tokens)

@@ -1,4 +1,5 @@
-"""Does the cluster write what the plain model writes? Each token is checked against the plain Transformers model.
+"""Does the cluster write what the plain model writes? Each token is checked against the plain Transformers model, or
+each text against what that model writes.
 
 The plain model reads prompt and answer in one pass; greedy text agrees with it exactly when each token of the answer is
 the best one after what precedes it. Where it is not, the two best logits must lie within TIE of each other: then float
@@ -7,11 +8,12 @@ rounding decides, and the place is counted as a tie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from cluster.text import load_tokenizer
 from workers.blob import round_trip
 from workers.loading import device_of, load_model
 from workers.options import WorkerOptions
@@ -63,3 +65,20 @@ def verify(
         num_tokens += len(tokens)
         advance()
     return Verdict(answers=num_answers, tokens=num_tokens, ties=ties, wrong=tuple(wrong))
+
+
+def plain_texts(options: WorkerOptions, wishes: Sequence[tuple[str, int]]) -> list[str]:
+    """What the plain model writes, greedily, to each (prompt, number of new tokens)."""
+    torch.set_num_threads(options.threads)
+    device = device_of(options.device)
+    model = load_model(options, device).to(device)
+    tokenizer = load_tokenizer(options.model)
+    longest: dict[str, int] = {}
+    for prompt, number in wishes:
+        longest[prompt] = max(number, longest.get(prompt, 0))
+    written: dict[str, list[int]] = {}
+    for prompt, number in longest.items():
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=number, do_sample=False)
+        written[prompt] = out[0, ids.shape[1] :].tolist()
+    return [tokenizer.decode(written[prompt][:number], skip_special_tokens=True) for prompt, number in wishes]

@@ -24,13 +24,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from served import Crowd, Served, Told, Wish, demo_prompts, plain_texts, served_demo, stamp
+from served import Crowd, Served, Told, Wish, demo_prompts, served_demo, stamp
 
 from cluster import history as states
 from cluster.answers import answer
 from cluster.config import history_path
 from cluster.history import History
 from cluster.rebalance import joined_service
+from cluster.verify import plain_texts
 from placement.errors import MoetisError
 
 AT_A_TIME = 16
@@ -156,7 +157,8 @@ def run(number: int, seed: int, folder: Path) -> dict[str, Any]:
             trouble.make(kind)
         crowd.join()
         seconds = time.monotonic() - start
-    expected = plain_texts(served.config, wishes)
+    plain = plain_texts(served.config.worker_options(), [(wish.prompt, wish.tokens) for wish in wishes])
+    expected = dict(zip((wish.name for wish in wishes), plain, strict=True))
     errors = {one.wish.name: one.error for one in crowd.told if one.error is not None}
     found = pauses(crowd.told, trouble.spans)
     step_s = statistics.median(found[QUIET])

@@ -1,5 +1,4 @@
-"""What the benchmarks of a cluster that serves share: the demo behind its gateway, clients that stream, and what the
-plain model writes.
+"""What the benchmarks of a cluster that serves share: the demo behind its gateway, clients that stream, and a stamp.
 
 The cluster is a process of its own, as operators start it; what happens to it meanwhile is done from outside.
 """
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,15 +22,12 @@ from typing import Any
 
 import openai
 import psutil
-import torch
 import yaml
 
 from cluster.config import ClusterConfig, load_config
 from cluster.crew import ACTOR_TITLE
 from cluster.demo import load_prompts
 from cluster.demo_run import DEMO_CONFIG, DEMO_PROMPTS
-from cluster.text import load_tokenizer
-from workers.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S, END_S = 300.0, 60.0
@@ -169,25 +165,6 @@ class Crowd:
 
 def demo_prompts(config: ClusterConfig) -> list[str]:
     return [prompt.text for prompt in load_prompts(DEMO_PROMPTS, config.model, 100)]
-
-
-def plain_texts(config: ClusterConfig, wishes: Sequence[Wish]) -> dict[str, str]:
-    """What the plain Transformers model writes, greedily, to each wish, by its name."""
-    options = config.worker_options()
-    torch.set_num_threads(options.threads)
-    model = load_model(options, torch.device("cpu"))
-    tokenizer = load_tokenizer(config.model)
-    longest: dict[str, int] = {}
-    for wish in wishes:
-        longest[wish.prompt] = max(wish.tokens, longest.get(wish.prompt, 0))
-    written: dict[str, list[int]] = {}
-    for prompt, tokens in longest.items():
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
-        written[prompt] = out[0, ids.shape[1] :].tolist()
-    return {
-        wish.name: tokenizer.decode(written[wish.prompt][: wish.tokens], skip_special_tokens=True) for wish in wishes
-    }
 
 
 def stamp() -> dict[str, str]:

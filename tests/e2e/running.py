@@ -10,14 +10,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
+from workers.options import WorkerOptions
+from workers.recorder import RecorderOptions
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
+DEMO_OPTIONS = WorkerOptions(model=ROOT / "configs" / "models" / "demo", recorder=RecorderOptions(folder=None))
 
 
 def own_environment(folder: Path) -> dict[str, str]:
@@ -28,11 +33,18 @@ def own_environment(folder: Path) -> dict[str, str]:
     return kept | {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "RAY_ADDRESS": "10.255.255.1:6379"}
 
 
-def moetis(folder: Path, *arguments: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+def moetis(
+    folder: Path,
+    *arguments: str,
+    timeout_s: float = TIMEOUT_S,
+    inside: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """inside: the start of a command line that runs the rest of it somewhere else."""
     return subprocess.run(
-        [sys.executable, "-m", "cluster", *arguments],
+        [*inside, sys.executable, "-m", "cluster", *arguments],
         cwd=ROOT,
-        env=own_environment(folder),
+        env=own_environment(folder) | (environment or {}),
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -59,11 +71,12 @@ class Serving:
         ready: str = "requests on stdin",
         environment: dict[str, str] | None = None,
         within_s: float = TIMEOUT_S,
+        inside: Sequence[str] = (),
     ) -> None:
         self._folder = folder
         self._errors = (folder / "stderr").open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cluster", "serve", "--config", str(config), *options],
+            [*inside, sys.executable, "-m", "cluster", "serve", "--config", str(config), *options],
             cwd=ROOT,
             env=own_environment(folder) | (environment or {}),
             stdin=subprocess.PIPE,

@@ -11,18 +11,13 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from cluster.history import History
-from cluster.text import load_tokenizer
-from tests.e2e.running import ROOT, Serving, demo_like_config, moetis
-from workers.loading import load_model
-from workers.options import WorkerOptions
-from workers.recorder import RecorderOptions
+from cluster.verify import plain_texts
+from tests.e2e.running import DEMO_OPTIONS, Serving, demo_like_config, moetis
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-MODEL = ROOT / "configs" / "models" / "demo"
 PROMPTS = [
     "def read(path):\n    with open(path) as",
     "package main\n\nfunc main() {\n",
@@ -51,14 +46,8 @@ def serving(folder: Path, config: Path) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[str]:
-    model = load_model(WorkerOptions(model=MODEL, recorder=RecorderOptions(folder=None)), torch.device("cpu"))
-    tokenizer = load_tokenizer(MODEL)
-    texts = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-        texts.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-    return texts
+    """What the plain model writes."""
+    return plain_texts(DEMO_OPTIONS, [(prompt, NEW) for prompt in PROMPTS])
 
 
 def _actors(serving: Serving, kind: str) -> list[psutil.Process]:

@@ -15,19 +15,14 @@ from typing import Any
 
 import openai
 import pytest
-import torch
 
 from cluster.gateway.prompts import plain_chat
 from cluster.gateway.protocol import Message
-from cluster.text import load_tokenizer
-from tests.e2e.running import ROOT, Serving, demo_like_config, moetis, still_alive
-from workers.loading import load_model
-from workers.options import WorkerOptions
-from workers.recorder import RecorderOptions
+from cluster.verify import plain_texts
+from tests.e2e.running import DEMO_OPTIONS, Serving, demo_like_config, moetis, still_alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-MODEL = ROOT / "configs" / "models" / "demo"
 KEY = "a-key-for-tests-0123456789"
 MOST_REQUESTS = 8
 PROMPTS = [
@@ -80,18 +75,10 @@ def client(serving: Serving, port: int) -> openai.OpenAI:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Callable[[str], str]:
-    """What the plain model writes, greedily."""
-    model = load_model(WorkerOptions(model=MODEL, recorder=RecorderOptions(folder=None)), torch.device("cpu"))
-    tokenizer = load_tokenizer(MODEL)
-
-    def write(prompt: str) -> str:
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-        text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        return text
-
-    return write
+def plain() -> dict[str, str]:
+    """What the plain model writes, greedily, to each prompt."""
+    prompts = [*PROMPTS, plain_chat([Message(**message) for message in CHAT])]
+    return dict(zip(prompts, plain_texts(DEMO_OPTIONS, [(prompt, NEW) for prompt in prompts]), strict=True))
 
 
 def _write(client: openai.OpenAI, prompt: str, **more: Any) -> str:
@@ -129,11 +116,9 @@ def test_the_model_is_listed_and_another_is_not_found(client: openai.OpenAI) -> 
         client.models.retrieve("gpt-9")
 
 
-def test_texts_at_temperature_0_are_those_of_the_plain_model(
-    client: openai.OpenAI, plain: Callable[[str], str]
-) -> None:
+def test_texts_at_temperature_0_are_those_of_the_plain_model(client: openai.OpenAI, plain: dict[str, str]) -> None:
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        assert list(pool.map(lambda prompt: _write(client, prompt), PROMPTS)) == [plain(prompt) for prompt in PROMPTS]
+        assert list(pool.map(lambda prompt: _write(client, prompt), PROMPTS)) == [plain[prompt] for prompt in PROMPTS]
 
 
 def test_usage_counts_prompt_and_answer(client: openai.OpenAI) -> None:
@@ -143,8 +128,8 @@ def test_usage_counts_prompt_and_answer(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_a_chat_is_the_plain_models_text_whole_and_streamed(client: openai.OpenAI, plain: Callable[[str], str]) -> None:
-    expected = plain(plain_chat([Message(**message) for message in CHAT]))
+def test_a_chat_is_the_plain_models_text_whole_and_streamed(client: openai.OpenAI, plain: dict[str, str]) -> None:
+    expected = plain[plain_chat([Message(**message) for message in CHAT])]
     whole = client.chat.completions.create(model="demo", messages=CHAT, max_completion_tokens=NEW, temperature=0)
     chunks = list(
         client.chat.completions.create(
@@ -164,8 +149,8 @@ def test_a_chat_is_the_plain_models_text_whole_and_streamed(client: openai.OpenA
     assert chunks[-2].choices[0].finish_reason == "length"
 
 
-def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, plain: Callable[[str], str]) -> None:
-    whole = plain(PROMPTS[0])
+def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, plain: dict[str, str]) -> None:
+    whole = plain[PROMPTS[0]]
     stop = whole[8:11]
     answer = client.completions.create(model="demo", prompt=PROMPTS[0], max_tokens=NEW, temperature=0, stop=[stop])
     assert answer.choices[0].text == whole[: whole.index(stop)]
@@ -261,7 +246,7 @@ def test_beyond_the_limit_clients_are_told_to_come_back(client: openai.OpenAI, p
 
 
 def test_experts_move_while_clients_stream(
-    client: openai.OpenAI, plain: Callable[[str], str], folder: Path, config: Path
+    client: openai.OpenAI, plain: dict[str, str], folder: Path, config: Path
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
         moving = pool.submit(moetis, folder, "rebalance", "--config", str(config), "--json", timeout_s=300)
@@ -269,7 +254,7 @@ def test_experts_move_while_clients_stream(
         while not moving.done():
             texts.append(_write(client, PROMPTS[0]))
     assert moving.result().returncode == 0, moving.result().stderr
-    assert set(texts) == {plain(PROMPTS[0])}
+    assert set(texts) == {plain[PROMPTS[0]]}
 
 
 def test_nothing_listens_beyond_loopback(serving: Serving) -> None:

@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from cluster.text import load_tokenizer
-from tests.e2e.running import ROOT, Serving, demo_like_config, moetis, still_alive
-from workers.loading import load_model
-from workers.options import WorkerOptions
-from workers.recorder import RecorderOptions
+from cluster.verify import plain_texts
+from tests.e2e.running import DEMO_OPTIONS, Serving, demo_like_config, moetis, still_alive
 
 pytestmark = pytest.mark.long
 
-MODEL = ROOT / "configs" / "models" / "demo"
 PROMPTS = [
     "def read(path):\n    with open(path) as",
     "import numpy as np\n\ndef mean(values):\n",
@@ -54,14 +49,7 @@ def serving(folder: Path, config: Path) -> Iterator[Serving]:
 @pytest.fixture(scope="module")
 def plain() -> list[str]:
     """What the plain model writes."""
-    model = load_model(WorkerOptions(model=MODEL, recorder=RecorderOptions(folder=None)), torch.device("cpu"))
-    tokenizer = load_tokenizer(MODEL)
-    texts = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-        texts.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-    return texts
+    return plain_texts(DEMO_OPTIONS, [(prompt, NEW) for prompt in PROMPTS])
 
 
 def _wishes(phase: str, **more: Any) -> list[dict[str, Any]]:
