@@ -46,7 +46,7 @@ def top(
 
 
 def _looks(cluster: ClusterConfig, once: bool, interval: float) -> Iterator[tuple[Look, Rates]]:
-    from cluster.rebalance import joined_service
+    from cluster.joining import joined_service
     from cluster.top import look, rates_between
 
     before = None

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 
-from cluster.actors import start_worker
+from cluster.actors.worker import start_worker
 from cluster.history import Member
 from cluster.seating import seat_strategy
 from placement.core import Placement

@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from cluster.config import ClusterConfig
 from cluster.fleet import Fleet, Generation
-from cluster.service import RebalanceResult
+from cluster.outcomes import RebalanceResult
 from cluster.text import load_tokenizer
 from cluster.verify import Verdict, verify
 from placement.errors import ConfigError

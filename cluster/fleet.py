@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from cluster.actors import start_service
+from cluster.actors.service import start_service
 from cluster.answers import answer
 from cluster.config import ClusterConfig
 from cluster.crew import Crew, dismiss
@@ -22,8 +22,8 @@ from cluster.forming import Meeting
 from cluster.history import History, Member
 from cluster.keeper import Keeper
 from cluster.ledger import Generation, Ledger
+from cluster.outcomes import RebalanceResult
 from cluster.seating import reserve
-from cluster.service import RebalanceResult
 from cluster.starting import history_path, starting_plan
 from cluster.watch import Watch
 from placement.errors import MoetisError

@@ -16,8 +16,8 @@ from cluster.answers import answer
 from cluster.config import FaultsConfig
 from cluster.crew import Crew, Hand, ask, dismiss
 from cluster.ledger import Ledger
+from cluster.outcomes import Formed
 from cluster.post import Post
-from cluster.service import Formed
 from placement.core import Placement
 from placement.errors import InputError, MoetisError
 

@@ -29,6 +29,7 @@ from placement.errors import ConfigError, MoetisError
 from placement.files import write_whole
 
 NAMESPACE = "moetis"
+SERVICE_NAME = "placement-service"
 CONTACT_FILE = "cluster.json"
 CONNECT_TIMEOUT_S = 5.0
 _LOOPBACK = "127.0.0.1"

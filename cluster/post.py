@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from cluster.actors import CALL_TIMEOUT_S
+from cluster.actors.road import CALL_TIMEOUT_S
 from cluster.crew import Hand, reason_of
 from cluster.ledger import Ledger
 from workers.requests import GenerationRequest

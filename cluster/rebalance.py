@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import ray
-from ray.actor import ActorHandle
-
-from cluster.actors import SERVICE_NAME
 from cluster.answers import answer
 from cluster.config import ClusterConfig
 from cluster.drifting import DriftCheck
-from cluster.local_ray import joined_cluster, read_contact
-from cluster.service import RebalanceResult
+from cluster.joining import joined_service
+from cluster.outcomes import RebalanceResult
 from placement.errors import ConfigError, MoetisError
 
 MOST_FAILURES = 5
@@ -28,18 +22,6 @@ class RoundResult:
 
     check: DriftCheck | None
     result: RebalanceResult | None
-
-
-@contextmanager
-def joined_service(config: ClusterConfig) -> Iterator[ActorHandle[Any]]:
-    """The placement service of the cluster that serves with this run_dir. Raises ConfigError where none does."""
-    contact = read_contact(config.run_dir)
-    with joined_cluster(contact.address, contact.token_path):
-        try:
-            service = ray.get_actor(SERVICE_NAME, namespace=contact.namespace)
-        except ValueError as error:
-            raise ConfigError(f"the cluster at {contact.address} runs no Moetis service '{config.name}'") from error
-        yield service
 
 
 def run_rebalance(config: ClusterConfig, *, by_drift: bool = False, dry_run: bool = False) -> RoundResult:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-import ray
-
-from cluster.actors import SERVICE_NAME
 from cluster.answers import answer
 from cluster.config import ClusterConfig
-from cluster.local_ray import joined_cluster, read_contact
+from cluster.joining import joined_service
 from placement.errors import ConfigError, MoetisError
 from placement.topology import load_topology
 
@@ -29,12 +26,7 @@ def run_scale(config: ClusterConfig, *, add: Iterable[int], drain: Iterable[int]
         raise ConfigError(
             f"--add {sorted(add)} --drain {sorted(drain)}: name seats from 0 to {num_seats - 1}, each once"
         )
-    contact = read_contact(config.run_dir)
-    with joined_cluster(contact.address, contact.token_path):
-        try:
-            service = ray.get_actor(SERVICE_NAME, namespace=contact.namespace)
-        except ValueError as error:
-            raise ConfigError(f"the cluster at {contact.address} runs no Moetis service '{config.name}'") from error
+    with joined_service(config) as service:
         wanted = set(answer(service.wanted.remote())) or set(range(num_seats))
         wanted = (wanted | add) - drain
         if not wanted:

@@ -1,6 +1,6 @@
 """The placement service: learns from the trace, plans, stores the plan, and has the ranks enact it.
 
-A plain class over two edges, the history and the ranks; `cluster/actors.py` makes it a Ray actor.
+A plain class over two edges, the history and the ranks; `cluster/actors/service.py` makes it a Ray actor.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,56 +19,25 @@ from cluster import history as states
 from cluster.book import Book
 from cluster.drifting import DriftCheck, check_drift
 from cluster.effect import measure_effect
+from cluster.enacting import Company, Enactor
 from cluster.forming import Meeting, Ranks, form
 from cluster.gate import gate
 from cluster.history import History, Member
+from cluster.outcomes import PAYS, Formed, RebalanceResult
 from cluster.traffic import REFERENCE, Traffic
-from placement.core import Placement
-from placement.errors import ConfigError, MigrationError, MoetisError, TraceError
+from placement.errors import ConfigError, MigrationError, TraceError
 from placement.graph import count_load
 from placement.migration import MigrationPlan, plan_migration
 from placement.plan import make_plan
 from placement.planfile import Plan
-from placement.seats import carry_over
+from placement.seats import empty_seats
 from placement.topology import Topology
 from placement.trace import RoutingTrace
 from workers.vitals import Holdings, WorkerStatus
 
-SWITCH_TIMEOUT_S = 60.0
-POLL_S = 0.01
 WINDOW_TOKENS = 200_000
-PAYS = "the plan pays on held-out requests"
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RebalanceResult:
-    """What a rebalance did. decision: 'applied', 'left' (not worth it) or 'aborted'; of a preview 'would apply' or
-    'would leave'. plan holds what was measured.
-
-    migration is None where nothing was to be moved. copy_s is the time of the rounds, switch_s from commit to the new
-    epoch on every rank.
-    """
-
-    decision: str
-    reason: str
-    before: Plan
-    plan: Plan
-    migration: MigrationPlan | None
-    plan_s: float
-    copy_s: float = 0.0
-    switch_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Formed:
-    """Who serves now, and what they serve: fetched experts came from peers, restored ones from the checkpoint."""
-
-    epoch: int
-    members: tuple[Member, ...]
-    fetched: int
-    restored: int
 
 
 class PlacementService:
@@ -93,6 +62,7 @@ class PlacementService:
         self._book = Book(history, initial)
         self._connect = connect
         self._traffic = Traffic(trace_dir, history.path.with_name(REFERENCE), window_tokens=window_tokens)
+        self._enactor = Enactor(self._book, self._traffic.mark)
         self._min_gain = min_gain
         self._seed = seed
         self._meeting = meeting
@@ -152,19 +122,11 @@ class PlacementService:
             before = self.current
             held = [status.host_slab_bytes for status in self._on_all("status")]
             most_rows = min(held) // self._on_all("expert_bytes")[0] // before.placement.num_layers
-            shrunk = carry_over(before.placement, mine, staying, self._load, most_rows=most_rows)
-            table = shrunk.physical_to_logical.reshape(shrunk.num_layers, len(staying), -1)
-            wide = np.full((shrunk.num_layers, len(mine), shrunk.rows_per_rank), -1, np.int32)
-            wide[:, [mine.index(seat) for seat in staying]] = table
-            placement = Placement(
-                epoch=self._book.next_epoch(),
-                num_ranks=len(mine),
-                num_experts=shrunk.num_experts,
-                physical_to_logical=wide.reshape(shrunk.num_layers, -1),
-            )
+            emptied = empty_seats(before.placement, mine, staying, self._load, most_rows=most_rows)
+            placement = emptied.with_epoch(self._book.next_epoch())
             plan = Plan(placement=placement, topology=before.topology, measured={})
             self.history.add(plan, members=self.members)
-            result = self._enact(before, plan, 0.0, note)
+            result = self._enactor.enact(self._company, plan, self._migration(plan), plan_s=0.0, note=note)
         if result.decision != "applied":
             raise MigrationError(f"seats {list(seats)} could not be drained: {result.reason}")
 
@@ -182,17 +144,9 @@ class PlacementService:
             self._ranks = self._connect(self.members)
             for epoch, state in unfinished:
                 try:
-                    self._settle(epoch, state)
+                    self._enactor.settle(self._company, epoch, state)
                 except MigrationError as error:
                     logger.warning("epoch %d was under way and is left to the next forming: %s", epoch, error)
-
-    def _settle(self, epoch: int, state: str) -> None:
-        if self._roll_back(epoch):
-            self._book.now_serves(self.history.plan(epoch), self.members)
-            self._on_all("drop", epoch)
-            self._book.tell(epoch, states.DONE, {"reason": "ended after the service came back"})
-        else:
-            self._book.tell(epoch, states.ABORTED, {"reason": f"the service was killed when it was {state}"})
 
     # ----------------------------------------------------------------------------------------- to a better place
 
@@ -269,7 +223,7 @@ class PlacementService:
                         decision="left", reason=reason, before=before, plan=plan, migration=None, plan_s=plan_s
                     )
                 self.history.add(plan, detail={"base": base}, members=self.members)
-                result = self._enact(before, plan, plan_s, note)
+                result = self._enactor.enact(self._company, plan, self._migration(plan), plan_s=plan_s, note=note)
             if result.decision == "applied":
                 self._keep_reference(trace)
             return result
@@ -283,56 +237,6 @@ class PlacementService:
     @property
     def _topology(self) -> Topology:
         return self.current.topology
-
-    def _enact(self, before: Plan, plan: Plan, plan_s: float, note: Callable[[str], None]) -> RebalanceResult:
-        migration = self._migration(plan)
-        copy_s = switch_s = 0.0
-        epoch = plan.placement.epoch
-        try:
-            start = time.perf_counter()
-            self._copy(migration, note)
-            copy_s = time.perf_counter() - start
-            note("preparing")
-            self._on_all("prepare", plan.placement)
-            self.history.advance(epoch, states.PREPARED)
-            self.history.advance(epoch, states.COMMITTING)
-            note("switching the epoch")
-            start = time.perf_counter()
-            self._on_all("commit", epoch)
-            self._wait_for_epoch(epoch)
-            switch_s = time.perf_counter() - start
-        except MoetisError as error:
-            if not self._came_through(epoch, error):
-                return RebalanceResult(
-                    decision="aborted",
-                    reason=str(error),
-                    before=before,
-                    plan=plan,
-                    migration=migration,
-                    plan_s=plan_s,
-                    copy_s=copy_s,
-                )
-        self._book.now_serves(plan, self.members)
-        self._book.tell(epoch, states.SERVING)
-        note("dropping old copies")
-        moved = {"moves": migration.num_moves, "rounds": len(migration.rounds), "bytes": migration.num_bytes}
-        times = {"plan_s": plan_s, "copy_s": copy_s, "switch_s": switch_s}
-        try:
-            self._on_all("drop", epoch)
-            self._on_all("flush_trace")
-            self._book.tell(epoch, states.DONE, times | moved | {"mark": self._traffic.mark()})
-        except MigrationError as error:
-            logger.warning("epoch %d serves, but old copies stay for now: %s", epoch, error)
-        return RebalanceResult(
-            decision="applied",
-            reason=PAYS,
-            before=before,
-            plan=plan,
-            migration=migration,
-            plan_s=plan_s,
-            copy_s=copy_s,
-            switch_s=switch_s,
-        )
 
     def _migration(self, plan: Plan) -> MigrationPlan:
         expert_bytes = self._on_all("expert_bytes")[0]
@@ -351,41 +255,11 @@ class PlacementService:
         except ConfigError as error:
             logger.warning("the effect of epoch %d is not noted: %s", epoch, error)
 
-    def _came_through(self, epoch: int, error: MoetisError) -> bool:
-        """Something failed: withdraw the plan on every rank. True if it is too late, and every rank serves it."""
-        try:
-            if self._roll_back(epoch):
-                return True
-        except MigrationError as lost:
-            # The ranks that are left will form anew, from whatever they serve; that settles this epoch too.
-            logger.warning("epoch %d could not be withdrawn: %s", epoch, lost)
-            return False
-        self._book.tell(epoch, states.ABORTED, {"reason": str(error)})
-        return False
-
-    def _copy(self, migration: MigrationPlan, note: Callable[[str], None]) -> None:
-        for number, moves in enumerate(migration.rounds):
-            note(f"copying round {number + 1} of {len(migration.rounds)}")
-            self.history.advance(migration.target_epoch, states.COPYING, {"round": number})
-            busy = sorted({rank for move in moves for rank in (move.source.rank, move.target.rank)})
-            self._ranks.call("copy_round", [(rank, (migration.target_epoch, moves)) for rank in busy])
-
-    def _wait_for_epoch(self, epoch: int) -> None:
-        deadline = time.monotonic() + SWITCH_TIMEOUT_S
-        while True:
-            served = [status.epoch for status in self._on_all("status")]
-            if all(other == epoch for other in served):
-                return
-            if time.monotonic() > deadline:
-                raise MigrationError(f"epoch {epoch} was committed, but the ranks serve {served}")
-            time.sleep(POLL_S)
-
-    def _roll_back(self, epoch: int) -> bool:
-        """Withdraw an epoch on every rank. True if it is too late: every rank already serves it."""
-        served: Sequence[int] = self._on_all("abort", epoch)
-        return all(other == epoch for other in served)
-
-    def _on_all(self, method: str, *arguments: Any) -> list[Any]:
+    @property
+    def _company(self) -> Company:
         if not self.members:
             raise MigrationError("the ranks are forming; try again in a moment")
-        return self._ranks.call(method, [(rank, arguments) for rank in range(len(self.members))])
+        return Company(self._ranks, len(self.members))
+
+    def _on_all(self, method: str, *arguments: Any) -> list[Any]:
+        return self._company.on_all(method, *arguments)

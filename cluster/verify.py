@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from cluster.text import load_tokenizer
 from workers.blob import round_trip
@@ -38,14 +39,7 @@ def verify(
     advance: Callable[[], None] = lambda: None,
 ) -> Verdict:
     """Check (name, prompt, tokens) of each answer against the plain model of options.model. advance: one is done."""
-    # More threads than a busy machine has free cores make small matrix products slower by far.
-    torch.set_num_threads(options.threads)
-    device = device_of(options.device)
-    model = load_model(options, device)
-    for module in experts_modules(model):
-        # Quantised experts are those of another model, which is the one to compare with.
-        round_trip(module, num_experts_of(module), options.expert_precision)
-    model = model.to(device)
+    model, device = _plain_model(options)
     num_answers = num_tokens = ties = 0
     wrong: list[tuple[str, int]] = []
     for name, prompt, tokens in answers:
@@ -69,9 +63,7 @@ def verify(
 
 def plain_texts(options: WorkerOptions, wishes: Sequence[tuple[str, int]]) -> list[str]:
     """What the plain model writes, greedily, to each (prompt, number of new tokens)."""
-    torch.set_num_threads(options.threads)
-    device = device_of(options.device)
-    model = load_model(options, device).to(device)
+    model, device = _plain_model(options)
     tokenizer = load_tokenizer(options.model)
     longest: dict[str, int] = {}
     for prompt, number in wishes:
@@ -82,3 +74,14 @@ def plain_texts(options: WorkerOptions, wishes: Sequence[tuple[str, int]]) -> li
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=number, do_sample=False)
         written[prompt] = out[0, ids.shape[1] :].tolist()
     return [tokenizer.decode(written[prompt][:number], skip_special_tokens=True) for prompt, number in wishes]
+
+
+def _plain_model(options: WorkerOptions) -> tuple[PreTrainedModel, torch.device]:
+    # More threads than a busy machine has free cores make small matrix products slower by far.
+    torch.set_num_threads(options.threads)
+    device = device_of(options.device)
+    model = load_model(options, device)
+    for module in experts_modules(model):
+        # Quantised experts are those of another model, which is the one to compare with.
+        round_trip(module, num_experts_of(module), options.expert_precision)
+    return model.to(device), device

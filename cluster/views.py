@@ -9,8 +9,7 @@ from rich.table import Table
 from placement.planfile import Plan
 
 if TYPE_CHECKING:
-    # The service brings torch along, which the offline commands do without.
-    from cluster.service import RebalanceResult
+    from cluster.outcomes import RebalanceResult
 
 ROWS = (
     ("nodes_visited", "other nodes visited per token and layer"),

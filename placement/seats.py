@@ -69,6 +69,22 @@ def carry_over(
     return relevel(placement, load, most_copies=2 * share)
 
 
+def empty_seats(
+    base: Placement, base_seats: Sequence[int], staying: Sequence[int], load: NDArray[np.float64], *, most_rows: int
+) -> Placement:
+    """The base placement on the same ranks, with nothing on those whose seats do not stay. See `carry_over`."""
+    shrunk = carry_over(base, base_seats, staying, load, most_rows=most_rows)
+    table = np.full((base.num_layers, len(base_seats), shrunk.rows_per_rank), -1, np.int32)
+    ranks = [list(base_seats).index(seat) for seat in staying]
+    table[:, ranks] = shrunk.physical_to_logical.reshape(base.num_layers, len(staying), -1)
+    return Placement(
+        epoch=shrunk.epoch,
+        num_ranks=len(base_seats),
+        num_experts=base.num_experts,
+        physical_to_logical=table.reshape(base.num_layers, -1),
+    )
+
+
 def uses_every_rank(placement: Placement) -> bool:
     """Whether each rank holds an expert. One that is to be drained does not."""
     return bool((placement.copies_per_rank().sum(axis=(0, 2)) > 0).all())

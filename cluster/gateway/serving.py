@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from contextlib import nullcontext
 
-from cluster.actors import start_relay
+from cluster.actors.relay import start_relay
 from cluster.config import ClusterConfig, history_path
 from cluster.fleet import Fleet
 from cluster.gateway.deploy import Address, check_address, gateway, gateway_settings

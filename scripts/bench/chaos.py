@@ -30,7 +30,7 @@ from cluster import history as states
 from cluster.answers import answer
 from cluster.config import history_path
 from cluster.history import History
-from cluster.rebalance import joined_service
+from cluster.joining import joined_service
 from cluster.verify import plain_texts
 from placement.errors import MoetisError
 

@@ -24,7 +24,7 @@ from typing import Any
 from served import Crowd, Served, Wish, demo_prompts, served_demo, stamp
 
 from cluster.answers import answer
-from cluster.rebalance import joined_service
+from cluster.joining import joined_service
 from placement.errors import MoetisError
 
 AT_A_TIME, NEW = 16, 48
