@@ -2,8 +2,8 @@
 
 Life: made; takes a seat among its peers, gets what experts it lacks, serves: requests come and events go (`desk.py`),
 step follows step (`steps.py`), and epochs change at step boundaries. When a peer is lost it leaves, takes a seat under
-a later epoch, and serves on; stopped. It is a plain class: `cluster/actors/worker.py` wraps it for Ray, and tests run it
-in bare processes.
+a later epoch, and serves on; stopped. It is a plain class: `cluster/actors/worker.py` wraps it for Ray, and tests run
+it in bare processes.
 """
 
 from __future__ import annotations
