@@ -5,22 +5,16 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cluster.config import ClusterConfig, history_path
+from cluster.config import ClusterConfig
 from cluster.fleet import Fleet, Generation
-from cluster.local_ray import Contact, joined_cluster, local_cluster, write_contact
-from cluster.meter import Meter
-from cluster.rundir import held
-from cluster.terminal import LOG, Notes
+from cluster.opening import opened
 from cluster.text import load_tokenizer
 from placement.errors import MoetisError
-from placement.topology import load_topology
 from workers.events import TokenEvent
 from workers.requests import GenerationRequest
 
@@ -44,34 +38,11 @@ def run_serve(config: ClusterConfig, requests: int, answers: TextIO) -> None:
     """Serve until requests, a file descriptor, ends. A line that can't be served gets an answer that says why; the
     others go on."""
     tokenizer = load_tokenizer(config.model)
-    topology = load_topology(config.topology)
     inbox: Inbox = queue.SimpleQueue()
-    with (
-        held(config.run_dir),
-        open_ray(config, topology.num_ranks) as contact,
-        LOG.status("starting ...") as status,
-        nullcontext(Notes(status)) as notes,
-        Fleet(config, note=notes, failed=inbox.put) as fleet,
-        Meter(fleet.status, history_path(config)),
-    ):
-        path = write_contact(config.run_dir, contact)
-        try:
-            notes.up(f"{topology.num_ranks} ranks serve '{config.model}'; requests on stdin, a JSON object a line")
-            Desk(fleet, tokenizer, inbox, answers).run(requests)
-        finally:
-            path.unlink(missing_ok=True)
-
-
-@contextmanager
-def open_ray(config: ClusterConfig, num_ranks: int) -> Iterator[Contact]:
-    """The Ray cluster that a configuration names: one of its own, or one that is joined."""
-    if config.ray.address == "local":
-        memory = config.ray.object_store_mb
-        with local_cluster(name=config.name, num_cpus=num_ranks, object_store_mb=memory) as contact:
-            yield contact
-    else:
-        with joined_cluster(config.ray.address) as contact:
-            yield contact
+    with opened(config, inbox.put) as cluster:
+        ranks = cluster.topology.num_ranks
+        with cluster.announced(f"{ranks} ranks serve '{config.model}'; requests on stdin, a JSON object a line"):
+            Desk(cluster.fleet, tokenizer, inbox, answers).run(requests)
 
 
 @dataclass(slots=True)
