@@ -21,7 +21,7 @@ from cluster.gateway.protocol import Message
 from cluster.verify import plain_texts
 from tests.e2e.running import DEMO_OPTIONS, Serving, demo_like_config, moetis, still_alive
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 KEY = "a-key-for-tests-0123456789"
 MOST_REQUESTS = 8
@@ -245,6 +245,7 @@ def test_beyond_the_limit_clients_are_told_to_come_back(client: openai.OpenAI, p
     assert _soon(lambda: _running(port) == 0)
 
 
+@pytest.mark.slow
 def test_experts_move_while_clients_stream(
     client: openai.OpenAI, plain: dict[str, str], folder: Path, config: Path
 ) -> None:
@@ -274,6 +275,7 @@ def test_no_key_is_written_anywhere(serving: Serving, folder: Path) -> None:
     assert found == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["ray::ServeReplica", "ray::Relay", "ray::ProxyActor"])
 def test_a_killed_part_of_the_gateway_comes_back(client: openai.OpenAI, serving: Serving, who: str) -> None:
     victim = next(process for process in serving.family() if " ".join(process.cmdline()).startswith(who))
@@ -289,6 +291,7 @@ def test_a_killed_part_of_the_gateway_comes_back(client: openai.OpenAI, serving:
     assert _soon(answers)
 
 
+@pytest.mark.slow
 def test_a_second_cluster_on_the_same_address_is_one_clear_sentence(
     serving: Serving, tmp_path: Path, port: int
 ) -> None:
