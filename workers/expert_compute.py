@@ -35,11 +35,18 @@ class ExpertCompute:
         self.pairs = 0
 
     def __call__(
-        self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *, alone: bool = False
+        self,
+        hidden: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        alone: bool = False,
+        ahead: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """hidden [n, H], experts [n, K] (-1: not here), weights [n, K] -> their weighted sums [n, H].
 
         alone: every expert is here. On a GPU whose slots hold them all nothing is looked up then, and nothing waits.
+        ahead [n, K]: the experts that these tokens will probably need in the next layer.
         """
         if self._generation != self._cache.generation:
             self._banks = make_banks(self._module, self._layout, self._cache.slots)
@@ -53,18 +60,31 @@ class ExpertCompute:
                 self.pairs += experts.numel()
                 return whole
         # The one time that the host waits for the device: which experts does the layer need?
-        chosen = experts.cpu().numpy().reshape(-1)
+        wanted = experts.reshape(-1)
+        known = (wanted if ahead is None else torch.cat((wanted, ahead.reshape(-1).to(wanted.dtype)))).cpu().numpy()
+        chosen, foreseen = np.split(known, [len(wanted)])
         top_k = experts.shape[1]
         weight = weights.reshape(-1)
         partial = torch.zeros(hidden.shape, dtype=self._partial_dtype, device=hidden.device)
         needed = np.unique(chosen)
         self.pairs += int((chosen >= 0).sum())
-        for wave in self._cache.waves(self._layer, needed[needed >= 0].tolist()):
+        for number, wave in enumerate(self._cache.waves(self._layer, needed[needed >= 0].tolist())):
+            # What the layer waits for is on its way by now. A GPU gets its work first, and computes meanwhile.
+            if number == 0 and hidden.device.type != "cuda":
+                self._fetch_ahead(foreseen)
             for bank, where, slots in self._by_bank(wave.slot_of, chosen):
                 table = torch.from_numpy(np.stack([where, where // top_k, slots])).to(hidden.device, non_blocking=True)
                 out = self._banks[bank].forward(hidden[table[1]], table[2], slots)
                 partial.index_add_(0, table[1], (out * weight[table[0]].unsqueeze(1)).to(partial.dtype))
+            if number == 0 and hidden.device.type == "cuda":
+                self._fetch_ahead(foreseen)
         return partial
+
+    def _fetch_ahead(self, foreseen: NDArray[np.int64]) -> None:
+        """foreseen [m]: the ids that a router asked ahead gave, of all tokens; those of most tokens are likeliest."""
+        if len(foreseen):
+            experts, counts = np.unique(foreseen, return_counts=True)
+            self._cache.prefetch(self._layer + 1, experts[np.argsort(-counts, kind="stable")].tolist())
 
     def _by_bank(
         self, slot_of: dict[int, int], chosen: NDArray[np.int64]

@@ -14,6 +14,7 @@ from placement.errors import ExchangeError
 from workers.blob import BlobLayout
 from workers.exchange import Arrivals, Exchange
 from workers.expert_compute import ExpertCompute
+from workers.foresight import NextRouter
 from workers.recorder import Recorder
 from workers.routing import RoutingTable
 from workers.slot_cache import SlotCache
@@ -21,7 +22,10 @@ from workers.step_clock import StepClock
 
 
 class ExpertLayer:
-    """Computes the routed experts of MoE layer `layer` together with the same layer of the other ranks."""
+    """Computes the routed experts of MoE layer `layer` together with the same layer of the other ranks.
+
+    next_router: of the next MoE layer, if there is one that can be asked ahead.
+    """
 
     def __init__(
         self,
@@ -37,9 +41,12 @@ class ExpertLayer:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        next_router: NextRouter | None,
     ) -> None:
         self._layer = layer
         self._exchange = exchange
+        self._cache = cache
+        self._next_router = next_router
         self._table = table
         self._recorder = recorder
         self._clock = clock
@@ -86,7 +93,10 @@ class ExpertLayer:
         """The weighted sum over the experts of each arrival that lie here: [n, H] in the exchange's partial dtype."""
         before = self._compute.pairs
         alone = len(self._table.node_of_rank) == 1
-        partial = self._compute(arrivals.hidden, arrivals.experts, arrivals.weights, alone=alone)
+        ahead = None
+        if self._next_router is not None and len(arrivals.hidden) and self._cache.looks_ahead():
+            ahead = self._next_router(arrivals.hidden)
+        partial = self._compute(arrivals.hidden, arrivals.experts, arrivals.weights, alone=alone, ahead=ahead)
         self._table.traffic.pairs += self._compute.pairs - before
         return partial.to(self._exchange.partial_dtype)
 

@@ -45,6 +45,11 @@ class HostSlab:
         with self._lock:
             return frozenset(self._rows)
 
+    def holds(self, expert: ExpertId) -> bool:
+        """Whether an expert's blob is here and counted."""
+        with self._lock:
+            return expert in self._rows
+
     def claim(self, expert: ExpertId) -> torch.Tensor:
         """A row to write an expert's blob into, [blob_bytes]. Raises MigrationError when the slab is full."""
         with self._lock:

@@ -38,7 +38,12 @@ class Fence(Protocol):
 
 
 class Link(Protocol):
-    """pairs: (slot, blob), both uint8 of one length. after: the newest fence of these slots, None if they have none."""
+    """pairs: (slot, blob), both uint8 of one length. after: the newest fence of these slots, None if they have none.
+
+    overlaps: whether copies run beside the computing.
+    """
+
+    overlaps: bool
 
     def copy(self, pairs: Sequence[Pair], *, after: Fence | None, urgent: bool) -> Arrival: ...
 
@@ -71,6 +76,8 @@ class _Numbered:
 
 class DirectLink:
     """Copies at once, in the caller: for experts and slots in the same memory."""
+
+    overlaps = False
 
     def __init__(self) -> None:
         self._fences = 0
@@ -110,6 +117,8 @@ class _CudaFence:
 
 class CudaLink:
     """Two streams of one GPU: urgent copies with high priority, and prefetches in chunks beside them."""
+
+    overlaps = True
 
     def __init__(self, device: torch.device) -> None:
         self._urgent = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

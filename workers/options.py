@@ -17,6 +17,9 @@ class WorkerOptions:
     expert_precision: how experts are kept in host memory and slots, and moved: as the model computes ('stored'), or
     quantised ('int8', 'int4'; docs/offload.md says what that costs in accuracy).
     cache_share: the share of a rank's rows, of all layers together, that its GPU slots hold (one at least).
+    prefetch: whether the next layer's router is asked ahead, and what it names fetched while there is time.
+    link_bytes_per_s: on a CPU, put a link in software of this bandwidth between experts and slots, to see how a slow
+    one does; None copies at once.
     host_slab_rows: rows of the host slab as a multiple of what the placement needs; a migration's copies take the rest.
     kv_page_size, kv_pages, max_batch_tokens, max_requests: the paged KV cache and the largest batch.
     peer_timeout_s: after this long without an answer a peer counts as lost. meeting_timeout_s: how long to wait for the
@@ -30,6 +33,8 @@ class WorkerOptions:
     dtype: str = "auto"
     expert_precision: Precision = Precision.STORED
     cache_share: float = 0.4
+    prefetch: bool = True
+    link_bytes_per_s: float | None = None
     host_slab_rows: float = 2.0
     kv_page_size: int = 32
     kv_pages: int = 512

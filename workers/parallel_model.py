@@ -13,21 +13,23 @@ from placement.topology import Topology
 from workers.exchange import Exchange
 from workers.expert_layer import ExpertLayer
 from workers.expert_source import ExpertSource, ModuleExperts
+from workers.foresight import next_routers
 from workers.links import link_for
 from workers.loading import check_fits, fill_slab, shape_of
 from workers.peers import Group
 from workers.recorder import Recorder
 from workers.routing import RoutingTable
 from workers.seam import experts_modules, take_over
-from workers.slot_cache import SlotCache
+from workers.slot_cache import PREFETCH_SHARE, SlotCache
 from workers.step_clock import StepClock
+from workers.thread_link import ThreadLink
 
 
 class ParallelModel:
     """One rank's share of a model: all of it but the experts, of which it reads its own only.
 
     experts: where they are read; from the model itself, which is then whole, unless given. cache_share: the share of
-    the rank's rows that its slots hold. host_slab_rows: see WorkerOptions.
+    the rank's rows that its slots hold. host_slab_rows and the rest: see WorkerOptions.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class ParallelModel:
         device: torch.device,
         cache_share: float,
         host_slab_rows: float,
+        prefetch: bool = True,
+        link_bytes_per_s: float | None = None,
         experts: ExpertSource | None = None,
     ) -> None:
         self.model = model
@@ -47,6 +51,7 @@ class ParallelModel:
         check_fits(self.shape, placement)
         self._device = device
         self._modules = experts_modules(model)
+        self._next_routers = next_routers(model, top_k=self.shape.top_k)
         source = ModuleExperts(model) if experts is None else experts
         self.layout = source.layout
         self.slab = fill_slab(source, placement, rank=rank, spare=host_slab_rows, pin=device.type == "cuda")
@@ -61,10 +66,11 @@ class ParallelModel:
                 top_k=self.shape.top_k,
                 share=cache_share,
             ),
-            link=link_for(device),
+            link=link_for(device) if link_bytes_per_s is None else ThreadLink(bytes_per_s=link_bytes_per_s),
             num_slots=max(1, math.ceil(cache_share * num_rows)),
             blob_bytes=self.layout.num_bytes,
             device=device,
+            prefetch_share=PREFETCH_SHARE if prefetch else 0.0,
         )
         self.table = RoutingTable(placement=placement, topology=topology, rank=rank, top_k=self.shape.top_k)
         self._layers: list[ExpertLayer] = []
@@ -86,6 +92,7 @@ class ParallelModel:
                 hidden_size=self.shape.hidden_size,
                 dtype=self.model.dtype,
                 device=self._device,
+                next_router=self._next_routers[layer],
             )
             for layer, module in enumerate(self._modules)
         ]

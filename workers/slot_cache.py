@@ -4,10 +4,14 @@ What a layer needs comes in waves: what is in slots already first, the missing e
 from lookup until its wave is over, and overwritten only behind the fence of its last use. Who makes room is the choice
 of the policy (`placement.cache`). When very much is missing, experts stream through two groups of slots, and what the
 cache holds stays. Weights are read-only: eviction copies nothing back.
+
+Prefetches have a region of their own that is a number, not a place: at most so many slots wait for a use that was
+foreseen. They land where the policy would evict first, and stay there when they are used: nothing is copied again.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,13 +23,14 @@ from placement.cache.policy import EvictionPolicy
 from placement.core import ExpertId
 from workers.host_slab import HostSlab
 from workers.links import Link
-from workers.prefetch import PrefetchJudge
+from workers.prefetch import LinkRoom, PrefetchJudge
 from workers.slot_table import SlotTable
 from workers.telemetry import CacheCounters
 
 LANDING_GROUP = 8
 ONE_WAVE = 16
 STREAM_FROM = 48
+PREFETCH_SHARE = 0.125
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +45,7 @@ class SlotCache:
 
     landing_group: experts sent for as one. one_wave: layers that need no more come as one wave, since launching the
     products twice would cost more than they could overlap. stream_from: with so many missing from one layer, they
-    stream through two landing groups.
+    stream through two landing groups. prefetch_share: the region of prefetches, as a share of the slots.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class SlotCache:
         landing_group: int = LANDING_GROUP,
         one_wave: int = ONE_WAVE,
         stream_from: int = STREAM_FROM,
+        prefetch_share: float = PREFETCH_SHARE,
     ) -> None:
         self.counters = CacheCounters()
         self.generation = 0
@@ -66,8 +72,11 @@ class SlotCache:
         self._landing_group = landing_group
         self._one_wave = one_wave
         self._stream_from = stream_from
+        self._prefetch_share = prefetch_share
         self._judge = PrefetchJudge()
+        self._room = LinkRoom(time.monotonic)
         self._tables: torch.Tensor | None = None
+        self.prefetching = True
         self._allocate(num_slots)
 
     @property
@@ -108,15 +117,16 @@ class SlotCache:
         missing = deque(item for item in needed if item not in slot_of)
         self.counters.look_up(len(needed), len(hits))
         table.hold([slot_of[item] for item in hits])
-        landing: deque[list[ExpertId]] = deque()
+        late = [item for item in hits if table.is_landing(slot_of[item])]
+        landing: deque[list[ExpertId]] = deque([late] if late else [])
         try:
             free = deque(table.victims(self._room_for(len(missing))))
             landing += self._submit(missing, free)
             # After the copies are under way, since they are what the layer waits for.
             self._policy.observe(layer, np.array(experts, np.int64))
-            first = hits
+            first = [item for item in hits if item not in late]
             if len(needed) <= self._one_wave and not missing:
-                first = [*hits, *(item for group in landing for item in group)]
+                first = [*first, *(item for group in landing for item in group)]
                 landing.clear()
             if first:
                 yield self._use(first)
@@ -135,6 +145,7 @@ class SlotCache:
             # While the device computes: who makes room for what the next layer will miss?
             if len(hits) < len(needed):
                 table.rank_ahead(len(needed))
+            self._judge_unused(layer)
         finally:
             # A caller that broke off leaves copies under way into slots that are free for others from now on.
             for group in landing:
@@ -189,9 +200,7 @@ class SlotCache:
         self._tables = None
         self.counters.evictions += 1
         if self._table.foreseen[slot]:
-            self._table.foreseen[slot] = False
-            self._judge.wasted()
-            self.counters.prefetch_wasted_bytes += self._blob_bytes
+            self._waste(slot)
 
     def forget(self, expert: ExpertId) -> None:
         """Drop an expert that this rank no longer owns."""
@@ -212,21 +221,40 @@ class SlotCache:
 
     # --------------------------------------------------------------------------------------------------- prefetching
 
-    def prefetch(self, layer: int, experts: list[int]) -> None:
-        """Send for experts that a layer ahead will probably need, as far as slots of little value can be had.
+    def looks_ahead(self) -> bool:
+        """Whether a prefetch would be of use now: not without a link that copies beside the computing, not while
+        prefetches are hardly ever used, and not where everything is in slots."""
+        slots = self._prefetch_slots if self.prefetching and self._link.overlaps else 0
+        return slots > 0 and len(self._table.slot_of) < self._policy.history.last.size and self._judge.allows()
 
-        Does nothing while the link is busy with an earlier prefetch, or while prefetches are hardly ever used.
-        """
-        absent = [item for item in (ExpertId(layer, expert) for expert in experts) if item not in self._table.slot_of]
-        if not absent or self._table.is_prefetching() or not self._judge.allows():
+    def prefetch(self, layer: int, experts: list[int]) -> None:
+        """Send for experts that a layer ahead will probably need, the likeliest first, as far as region and link have
+        room. Does nothing while the link is busy with an earlier prefetch. Experts of other ranks are left out."""
+        table = self._table
+        left = self._room.left(self.counters.copied_bytes - self.counters.prefetched * self._blob_bytes)
+        if table.is_prefetching():
             return
-        slots = self._table.victims(len(absent))
-        items = absent[: len(slots)]
-        if not items:
-            return
-        self._send(items, slots, urgent=False)
-        self._table.expect(slots)
-        self.counters.prefetched += len(items)
+        items = [ExpertId(layer, expert) for expert in experts]
+        absent = [item for item in items if item not in table.slot_of and self._slab.holds(item)]
+        room = min(self._prefetch_slots - int(table.foreseen.sum()), left // self._blob_bytes)
+        absent = absent[: int(min(room, len(absent)))]
+        slots = table.victims(len(absent), sparing=[table.slot_of[item] for item in items if item in table.slot_of])
+        for item, slot in zip(absent, slots, strict=False):
+            # One submission each, so that the layer waits for none but those that it turns out to need.
+            self._send([item], [slot], urgent=False)
+        if slots:
+            table.expect(slots)
+            self.counters.prefetched += len(slots)
+
+    def _judge_unused(self, layer: int) -> None:
+        """A layer has run: what was fetched ahead for it and not used was wasted; its slots are like all others now."""
+        for slot in self._table.unused(layer):
+            self._waste(slot)
+
+    def _waste(self, slot: int) -> None:
+        self._table.foreseen[slot] = False
+        self._judge.wasted()
+        self.counters.prefetch_wasted_bytes += self._blob_bytes
 
     def likely(self, layer: int, count: int) -> list[int]:
         """The experts of a layer that the policy's model of reuse thinks most likely, given what ran last."""
@@ -240,6 +268,7 @@ class SlotCache:
         here = self._slab.experts()
         items = [item for item in hottest if item in here and item not in self._table.slot_of]
         slots = self._table.vacant()[: len(items)]
+        begun = time.perf_counter()
         for start in range(0, len(slots), self._landing_group):
             part = slots[start : start + self._landing_group]
             self._send(items[start : start + len(part)], part, urgent=True)
@@ -248,6 +277,8 @@ class SlotCache:
             if arrival is not None:
                 arrival.finish()
                 self._table.arrival[slot] = None
+        if len(slots) > self._landing_group:
+            self._room.bytes_per_s = len(slots) * self._blob_bytes / (time.perf_counter() - begun)
 
     def resize(self, num_slots: int) -> None:
         """Have so many slots from now on, empty ones; memory of the old goes back first. No step may be under way."""
@@ -268,4 +299,5 @@ class SlotCache:
     def _allocate(self, num_slots: int) -> None:
         self.slots = torch.zeros((num_slots, self._blob_bytes), dtype=torch.uint8, device=self._device)
         self._table = SlotTable(num_slots, self._policy)
+        self._prefetch_slots = int(self._prefetch_share * num_slots)
         self._tables = None

@@ -5,6 +5,8 @@ A slot is *held* while a layer may compute with it, *foreseen* from a prefetch u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,8 +29,7 @@ class SlotTable:
         self._layer_in: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
         self._expert_in: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self._policy = policy
-        self._ahead: Arrival | None = None
-        self._ahead_slots: list[int] = []
+        self._ahead: dict[int, Arrival] = {}
         self._ranked: list[int] = []
 
     def place(self, items: list[ExpertId], slots: list[int], arrival: Arrival) -> None:
@@ -71,23 +72,32 @@ class SlotTable:
     # ---------------------------------------------------------------------------------------------------- prefetches
 
     def expect(self, slots: list[int]) -> None:
-        """A prefetch is on its way into these slots."""
+        """Prefetches are on their way into these slots."""
         self.foreseen[slots] = True
-        self._ahead, self._ahead_slots = self.arrival[slots[0]], slots
+        self._ahead = {slot: arrival for slot in slots if (arrival := self.arrival[slot]) is not None}
 
     def is_prefetching(self) -> bool:
-        return self._ahead is not None and not self._ahead.done()
+        return any(not arrival.done() for arrival in self._ahead.values())
+
+    def unused(self, layer: int) -> list[int]:
+        """The foreseen slots of a layer."""
+        return [int(slot) for slot in np.flatnonzero(self.foreseen & (self._layer_in == layer))]
+
+    def is_landing(self, slot: int) -> bool:
+        arrival = self.arrival[slot]
+        return arrival is not None and not arrival.done()
 
     # ---------------------------------------------------------------------------------------------------- making room
 
-    def victims(self, count: int) -> list[int]:
-        """Up to count slots that may be overwritten: empty ones, then those of least value.
+    def victims(self, count: int, sparing: Sequence[int] = ()) -> list[int]:
+        """Up to count slots that may be overwritten, none of sparing: empty ones, then those of least value.
 
         Whom `rank_ahead` ranked comes first; more are ranked anew where those do not suffice.
         """
         if count == 0:
             return []
         free = self._open()
+        free[list(sparing)] = False
         ranked = [slot for slot in self._ranked if free[slot]]
         if len(ranked) < count:
             ranked = self._rank(free, count)
@@ -101,12 +111,13 @@ class SlotTable:
     def _open(self) -> NDArray[np.bool_]:
         """Which slots [S] may be overwritten."""
         free = ~self.held
-        if self._ahead is not None and not self._ahead.done():
-            # A prefetch is still writing there.
-            free[self._ahead_slots] = False
-            if not free.any():
-                self._ahead.finish()
-                free = ~self.held
+        self._ahead = {slot: arrival for slot, arrival in self._ahead.items() if not arrival.done()}
+        # Prefetches are still writing there.
+        free[list(self._ahead)] = False
+        if not free.any():
+            for arrival in self._ahead.values():
+                arrival.finish()
+            free = ~self.held
         return free
 
     def _rank(self, free: NDArray[np.bool_], count: int) -> list[int]:

@@ -45,7 +45,8 @@ class StepClock:
         self._compute_s += computed - dispatched
         self._combine_s += combined - computed
 
-    def end(self, step: int) -> None:
+    def end(self, step: int) -> float:
+        """Returns the seconds since begin."""
         self._kept.append(
             StepSeconds(
                 step=step,
@@ -56,6 +57,7 @@ class StepClock:
             )
         )
         self.total_s += self._kept[-1].total_s
+        return self._kept[-1].total_s
 
     def recent(self) -> list[StepSeconds]:
         """The last steps, oldest first; 4,096 of them at most."""

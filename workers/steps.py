@@ -12,6 +12,7 @@ from placement.trace import DECODE, PREFILL
 from workers.epochs import EpochKeeper
 from workers.events import request_of
 from workers.parallel_model import ParallelModel
+from workers.prefetch import PrefetchTrial
 from workers.recorder import Recorder, StepTokens
 from workers.requests import request_number
 from workers.step_clock import StepClock
@@ -44,6 +45,8 @@ class ServingSteps:
         self._clock = clock
         self._counts = counts
         self._step = first_step
+        self._step_tokens = 0
+        self._trial = PrefetchTrial()
 
     def serving_epoch(self) -> int:
         return self._parallel.table.epoch
@@ -55,10 +58,11 @@ class ServingSteps:
         self._epochs.enter(epoch)
 
     def begin_step(self, batch: list[Any], input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
-        self._clock.begin()
+        self._begin()
         self._parallel.table.begin_step()
         lengths = [entry.query_length for entry in batch]
-        self._counts.tokens += sum(lengths)
+        self._step_tokens = sum(lengths)
+        self._counts.tokens += self._step_tokens
         requests = [request_number(request_of(entry.state.request_id)) for entry in batch]
         phases = [PREFILL if length > 1 else DECODE for length in lengths]
         tokens = StepTokens(
@@ -76,11 +80,16 @@ class ServingSteps:
 
     def join_step(self) -> None:
         self._recorder.abandon_step()
-        self._clock.begin()
+        self._begin()
         self._parallel.join_step()
         self._count_step()
 
+    def _begin(self) -> None:
+        self._clock.begin()
+        self._step_tokens = 0
+        self._parallel.cache.prefetching = self._trial.wants(self._step)
+
     def _count_step(self) -> None:
-        self._clock.end(self._step)
+        self._trial.took(self._step, self._step_tokens, self._clock.end(self._step))
         self._counts.steps += 1
         self._step += 1

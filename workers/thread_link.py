@@ -57,6 +57,8 @@ class _Mark:
 class ThreadLink:
     """delay is called at every event (submission, chunk, arrival, fence); tests let it sleep at random."""
 
+    overlaps = True
+
     def __init__(
         self, *, bytes_per_s: float, chunk_bytes: int = CHUNK_BYTES, delay: Callable[[], None] = lambda: None
     ) -> None:

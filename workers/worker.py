@@ -69,6 +69,8 @@ class ExpertWorker:
             device=self._device,
             cache_share=options.cache_share,
             host_slab_rows=options.host_slab_rows,
+            prefetch=options.prefetch,
+            link_bytes_per_s=options.link_bytes_per_s,
         )
         self._parallel.table.warm_up()
         self._epochs = self._epoch_keeper()

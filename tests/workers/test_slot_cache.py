@@ -42,6 +42,7 @@ def _cache(
         landing_group=4,
         one_wave=one_wave,
         stream_from=8,
+        prefetch_share=0.5,
     )
 
 
