@@ -22,6 +22,11 @@ GAUGES = {
     "moetis_nodes_visited_per_token": "Other nodes that a token visits in a layer",
     "moetis_ranks_visited_per_token": "Other ranks that a token visits in a layer",
     "moetis_cache_hit_ratio": "Lookups of the expert cache that found the expert in a slot",
+    "moetis_cache_alarm": "Worst rank's expert cache: 0 fine, 1 under 80% of lookups hit for long, 2 under 50%",
+    "moetis_prefetch_precision": "Experts that were fetched ahead and then used, of all that were fetched ahead",
+    "moetis_prefetch_coverage": "Experts that were missing and fetched ahead in time, of all that were missing",
+    "moetis_prefetch_wasted_bytes": "Bytes that were fetched ahead and not used, since the ranks started",
+    "moetis_memory_reliefs": "Times that expert caches made room because memory was short, since the ranks started",
     "moetis_stall_share": "Share of the time that computing waited for copies of experts",
     "moetis_epoch": "The epoch that all ranks serve; the lowest where they differ",
     "moetis_epoch_spread": "Difference between the highest and the lowest epoch that ranks serve",
@@ -58,6 +63,9 @@ def rank_readings(before: Sample | None, now: Sample) -> Readings:
     readings: Readings = {
         ("moetis_ranks_alive", ""): float(sum(status.alive for status in now.statuses)),
         ("moetis_recorder_lost_tokens", ""): _sum(now, "recorder", "tokens_dropped"),
+        ("moetis_prefetch_wasted_bytes", ""): _sum(now, "cache", "prefetch_wasted_bytes"),
+        ("moetis_memory_reliefs", ""): _sum(now, "cache", "reliefs"),
+        ("moetis_cache_alarm", ""): max((status.cache.get("alarm", 0.0) for status in now.statuses), default=0.0),
     }
     if epochs:
         readings["moetis_epoch", ""] = float(min(epochs))
@@ -86,6 +94,11 @@ def rank_readings(before: Sample | None, now: Sample) -> Readings:
         readings["moetis_load_imbalance", ""] = max(pairs) * len(pairs) / sum(pairs)
     if lookups:
         readings["moetis_cache_hit_ratio", ""] = more("cache", "hits") / lookups
+    foreseen, used = more("cache", "prefetched"), more("cache", "prefetch_used")
+    if foreseen > 0:
+        readings["moetis_prefetch_precision", ""] = min(1.0, used / foreseen)
+        missing = used + more("cache", "copies") - foreseen
+        readings["moetis_prefetch_coverage", ""] = used / missing if missing > 0 else 1.0
     return readings
 
 

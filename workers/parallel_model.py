@@ -14,7 +14,7 @@ from workers.exchange import Exchange
 from workers.expert_layer import ExpertLayer
 from workers.expert_source import ExpertSource, ModuleExperts
 from workers.foresight import next_routers
-from workers.links import link_for
+from workers.links import Link, link_for
 from workers.loading import check_fits, fill_slab, shape_of
 from workers.peers import Group
 from workers.recorder import Recorder
@@ -66,7 +66,7 @@ class ParallelModel:
                 top_k=self.shape.top_k,
                 share=cache_share,
             ),
-            link=link_for(device) if link_bytes_per_s is None else ThreadLink(bytes_per_s=link_bytes_per_s),
+            link=self._link(link_bytes_per_s),
             num_slots=max(1, math.ceil(cache_share * num_rows)),
             blob_bytes=self.layout.num_bytes,
             device=device,
@@ -74,6 +74,12 @@ class ParallelModel:
         )
         self.table = RoutingTable(placement=placement, topology=topology, rank=rank, top_k=self.shape.top_k)
         self._layers: list[ExpertLayer] = []
+
+    def _link(self, bytes_per_s: float | None) -> Link:
+        if bytes_per_s is None:
+            return link_for(self._device)
+        # Chunks as small beside an expert as a GPU's are, so that what is urgent overtakes as soon.
+        return ThreadLink(bytes_per_s=bytes_per_s, chunk_bytes=self.layout.num_bytes // 4)
 
     def attach(self, group: Group, recorder: Recorder, clock: StepClock) -> None:
         """Put expert layers that meet over group in the place of the model's own, and the model on its device."""

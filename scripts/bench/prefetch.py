@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,9 @@ def foresight(options: WorkerOptions, prompts: list[tuple[int, ...]]) -> dict[st
         for prompt in prompts:
             model(torch.tensor([prompt]))
         rates = [
-            _agreement(router, seen[layer], seen[layer + 1]) for layer, router in enumerate(routers) if router is not None
+            _agreement(router, seen[layer], seen[layer + 1])
+            for layer, router in enumerate(routers)
+            if router is not None
         ]
     return {"mean": statistics.mean(rates), "by_layer": rates}
 
@@ -115,8 +118,6 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def compare(base: WorkerOptions, prompts: list[tuple[int, ...]], turns: int) -> dict[str, Any]:
-    from dataclasses import replace
-
     workers = {name: start(replace(base, prefetch=name == "with")) for name in ("without", "with")}
     rates: dict[str, list[float]] = {name: [] for name in workers}
     differing = 0
@@ -153,7 +154,10 @@ def show(figures: dict[str, Any]) -> None:
     found = figures["router_asked_early"]
     print(f"the next router, asked a layer early: {found['mean']:.2f} of what a token needs (precision and coverage)")
     print("by layer:", " ".join(f"{rate:.2f}" for rate in found["by_layer"]))
-    print(f"{'batch':>5} {'without':>8} {'with':>8} {'ratio':>6} {'precision':>9} {'coverage':>8} {'wasted MB':>9} stall s")
+    print(
+        f"{'batch':>5} {'without':>8} {'with':>8} {'ratio':>6} {'precision':>9} {'coverage':>8} {'wasted MB':>9} "
+        "stall s"
+    )
     for batch, row in figures["batches"].items():
         rates = row["tokens_per_s"]
         print(

@@ -22,7 +22,15 @@ def _status(rank: int, *, pairs: int, tokens: int = 100, steps: int = 10, **more
         "experts": 4,
         "host_slab_bytes": 0,
         "slot_bytes": 0,
-        "cache": {"lookups": 10 * steps, "hits": 4 * steps, "stall_s": 0.01 * steps},
+        "cache": {
+            "lookups": 10 * steps,
+            "hits": 4 * steps,
+            "stall_s": 0.01 * steps,
+            "copies": 8 * steps,
+            "prefetched": 4 * steps,
+            "prefetch_used": 3 * steps,
+            "alarm": 1,
+        },
         "recorder": {"tokens_dropped": 5},
         "tokens": tokens,
         "step_s": 0.02 * steps,
@@ -48,6 +56,9 @@ def test_rates_and_ratios_are_those_of_the_time_between_two_samples() -> None:
     assert readings["moetis_nodes_visited_per_token"] == pytest.approx(0.5)
     assert readings["moetis_cache_hit_ratio"] == pytest.approx(0.4)
     assert readings["moetis_stall_share"] == pytest.approx(2 * 0.1 / (5 * 2))
+    assert readings["moetis_prefetch_precision"] == pytest.approx(3 / 4)
+    assert readings["moetis_prefetch_coverage"] == pytest.approx(3 / 7)
+    assert readings["moetis_cache_alarm"] == 1
     assert readings["moetis_recorder_lost_tokens"] == 10
     assert (readings["moetis_ranks_alive"], readings["moetis_epoch"], readings["moetis_epoch_spread"]) == (2, 3, 0)
 

@@ -14,7 +14,6 @@ from placement.cache.policy import EvictionPolicy, PolicyName
 from placement.core import ExpertId
 from workers.host_slab import HostSlab
 from workers.links import DirectLink, Link
-from workers.prefetch import ENOUGH, PAUSE_CALLS, PrefetchJudge
 from workers.slot_cache import SlotCache
 from workers.thread_link import ThreadLink
 
@@ -131,13 +130,28 @@ def test_a_prefetched_expert_is_a_hit_and_one_that_was_not_needed_is_counted_as_
     assert (counters.prefetched, counters.prefetch_used, counters.prefetch_wasted_bytes) == (2, 1, BLOB)
 
 
-def test_prefetching_that_never_hits_stops_and_tries_again_later() -> None:
-    judge = PrefetchJudge()
-    for _ in range(ENOUGH):
-        assert judge.allows()
-        judge.wasted()
-    assert sum(judge.allows() for _ in range(PAUSE_CALLS + 1)) == 0
-    assert judge.allows()
+def test_no_more_wait_for_a_foreseen_use_than_the_region_holds() -> None:
+    cache = _cache(6)
+    cache.prefetch(1, [1, 2])
+    cache.prefetch(1, [1, 2, 3, 4, 5])
+    assert cache.resident(1) == {1, 2, 3}
+    _run(cache, 1, [1])
+    cache.prefetch(1, [6, 7, 8, 9])
+    assert cache.resident(1) >= {6, 7, 8}
+
+
+def test_a_prefetch_takes_no_slot_of_an_expert_that_is_expected_too() -> None:
+    cache = _cache(2)
+    _run(cache, 1, [0])
+    _run(cache, 0, [3])
+    cache.prefetch(1, [0, 5])
+    assert cache.resident(1) == {0, 5}
+
+
+def test_what_this_rank_does_not_hold_is_not_fetched_ahead() -> None:
+    cache = _cache(4)
+    cache.prefetch(LAYERS, [0, 1])
+    assert cache.counters.prefetched == 0
 
 
 def test_a_resized_cache_is_empty_and_serves_on() -> None:
