@@ -28,6 +28,8 @@ from cluster.config import ClusterConfig, load_config
 from cluster.crew import ACTOR_TITLE
 from cluster.demo import load_prompts
 from cluster.demo_run import DEMO_CONFIG, DEMO_PROMPTS
+from cluster.local_ray import CONTACT_FILE
+from placement.errors import MoetisError
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S, END_S = 300.0, 60.0
@@ -125,15 +127,12 @@ def served_demo(folder: Path, **changes: Any) -> Iterator[Served]:
 
 
 def _wait_until_ready(served: Served) -> None:
+    """Until other commands find the cluster, which is when its gateway answers."""
     deadline = time.monotonic() + READY_S
-    while True:
-        try:
-            served.client.with_options(timeout=5).models.list()
-            return
-        except openai.APIError:
-            if served.process.poll() is not None or time.monotonic() > deadline:
-                raise
-            time.sleep(0.5)
+    while not (served.config.run_dir / CONTACT_FILE).exists():
+        if served.process.poll() is not None or time.monotonic() > deadline:
+            raise MoetisError(f"the cluster did not come up within {READY_S:.0f} s")
+        time.sleep(0.2)
 
 
 class Crowd:
