@@ -47,6 +47,8 @@ class WorkerConfig(_Strict):
     expert_precision: Precision = Field(default=Precision.STORED, strict=False)
     cache_share: float = Field(default=0.4, gt=0, le=1)
     host_slab_rows: float = Field(default=2.0, ge=1)
+    host_slab_gb: float | None = Field(default=None, gt=0)
+    disk_path: Path | None = Field(default=None, strict=False)
     kv_page_size: int = Field(default=32, ge=4)
     kv_pages: int = Field(default=512, ge=2)
     max_batch_tokens: int = Field(default=256, ge=1)

@@ -8,6 +8,7 @@ MoetisError
 │   ├── PlacementError          a placement or a plan file
 │   └── RequestError            one generation request
 ├── MigrationError              a migration could not be carried out; the old epoch goes on serving
+├── DiskError                an expert cannot be read from disk: the requests that need it fail, alone
 ├── StaleEpochError             a message of another epoch than the one that serves
 └── ExchangeError               the ranks fell out of step: a peer is gone, or its part of a layer failed
 """
@@ -43,6 +44,10 @@ class RequestError(InputError):
 
 class MigrationError(MoetisError):
     """A migration failed and was rolled back."""
+
+
+class DiskError(MoetisError):
+    """An expert's weights cannot be read from disk, or written there."""
 
 
 class StaleEpochError(MoetisError):

@@ -53,9 +53,10 @@ class Bank:
         which = torch.from_numpy(index).to(hidden.device, non_blocking=True)
         return SlotExperts(self._module, self._layout.read(blobs)).forward(hidden, which)
 
-    def weighted(self, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        """hidden [n, H], slots and weights [n, K] -> [n, H], on a GPU; None where slots are quantised."""
-        return None if self._in_place is None else self._in_place.weighted(hidden, slots, weights)
+    def weighted(self, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden [n, H], slots and weights [n, K] -> [n, H], on a GPU whose slots are not quantised."""
+        assert self._in_place is not None
+        return self._in_place.weighted(hidden, slots, weights)
 
 
 def make_banks(module: nn.Module, layout: BlobLayout, slots: torch.Tensor) -> list[Bank]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from placement.errors import ExchangeError, RequestError
-from workers.events import CANCELLED, EventRouter, TokenEvent
+from workers.events import CANCELLED, FAILED, EventRouter, TokenEvent
 from workers.lockstep import LockstepManager
 from workers.requests import GenerationRequest, check_request
 
@@ -43,6 +43,12 @@ class Desk:
     def cancel(self, request: str) -> None:
         """Stop a request; its last event says 'cancelled'. A request that is not running is no error."""
         name = self.router.close(request, CANCELLED)
+        if name is not None and self.engine is not None:
+            self.engine.cancel_request(name)
+
+    def fail(self, request: str, error: str) -> None:
+        """End a request that can't be served on. One that has ended is no error."""
+        name = self.router.close(request, FAILED, error)
         if name is not None and self.engine is not None:
             self.engine.cancel_request(name)
 

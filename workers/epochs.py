@@ -11,6 +11,7 @@ import threading
 
 from placement.core import Placement
 from placement.errors import MigrationError, StaleEpochError
+from workers.filling import tiers_on
 from workers.host_slab import HostSlab
 from workers.routing import RoutingTable
 from workers.slot_cache import SlotCache
@@ -83,7 +84,9 @@ class EpochKeeper:
                 raise StaleEpochError(
                     f"rank {self._table.rank} serves epoch {self._table.epoch}, not {epoch}: nothing is dropped"
                 )
-            return self._release_unused()
+            dropped = self._release_unused()
+            self._slab.regard(tiers_on(self._table.placement, self._table.rank))
+            return dropped
 
     def vote(self) -> int:
         """The newest epoch that this rank could serve from the next step on."""

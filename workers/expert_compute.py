@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,11 +11,17 @@ from torch import nn
 
 from workers.banks import BANK_SLOTS, make_banks
 from workers.blob import BlobLayout
-from workers.slot_cache import SlotCache
+from workers.few_tokens import Fused, fused_for, most_pairs
+from workers.slot_cache import SlotCache, Wave
+from workers.staging import Staging
 
 
 class ExpertCompute:
-    """The experts of MoE layer `layer` in a cache's slots. partial_dtype: in which a token's experts are summed."""
+    """The experts of MoE layer `layer` in a cache's slots. partial_dtype: in which a token's experts are summed.
+
+    few_pairs: steps of so many (token, expert) pairs run through the fused kernels where they can; as was measured to
+    pay unless given.
+    """
 
     def __init__(
         self,
@@ -24,13 +32,16 @@ class ExpertCompute:
         cache: SlotCache,
         num_experts: int,
         partial_dtype: torch.dtype,
+        few_pairs: int | None = None,
     ) -> None:
         self._layer = layer
         self._module = module
         self._layout = layout
         self._cache = cache
         self._partial_dtype = partial_dtype
+        self._few_pairs = most_pairs(layout) if few_pairs is None else few_pairs
         self._slot_of = np.full(num_experts + 1, -1, np.int64)
+        self._staging = Staging(cache.slots.device)
         self._generation = -1
         self.pairs = 0
 
@@ -50,35 +61,85 @@ class ExpertCompute:
         """
         if self._generation != self._cache.generation:
             self._banks = make_banks(self._module, self._layout, self._cache.slots)
+            self._fused = fused_for(self._module, self._layout, self._cache.slots)
             self._generation = self._cache.generation
-        if alone and hidden.device.type == "cuda" and len(self._banks) == 1:
-            table = self._cache.whole_table(self._layer)
-            whole = None
-            if table is not None:
-                whole = self._banks[0].weighted(hidden, table[experts.long()], weights.to(hidden.dtype))
-            if whole is not None:
+        fused = self._fused if experts.numel() <= self._few_pairs else None
+        if alone and hidden.device.type == "cuda":
+            out = self._without_lookup(fused, hidden, experts, weights)
+            if out is not None:
                 self.pairs += experts.numel()
-                return whole
+                return out
         # The one time that the host waits for the device: which experts does the layer need?
         wanted = experts.reshape(-1)
         known = (wanted if ahead is None else torch.cat((wanted, ahead.reshape(-1).to(wanted.dtype)))).cpu().numpy()
+        self._staging.begin()
         chosen, foreseen = np.split(known, [len(wanted)])
-        top_k = experts.shape[1]
+        self.pairs += int((chosen >= 0).sum())
+        if fused is not None:
+            out = self._few(fused, hidden, chosen, foreseen, weights)
+        else:
+            out = self._many(hidden, chosen, foreseen, weights)
+        lost = self._cache.take_lost()
+        if lost:
+            # The mark of a sum that can't be had; see workers/spoiled.py.
+            rows = np.isin(chosen, lost).reshape(experts.shape).any(axis=1)
+            out[torch.from_numpy(rows).to(out.device)] = float("nan")
+        return out
+
+    def _without_lookup(
+        self, fused: Fused | None, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor | None:
+        """None where not all experts are in slots, or they can't be computed with as they lie there."""
+        if fused is None and (len(self._banks) > 1 or self._layout.is_quantised):
+            return None
+        table = self._cache.whole_table(self._layer)
+        if table is None:
+            return None
+        slots = table[experts.long()]
+        if fused is not None:
+            return fused(hidden, slots, weights, self._partial_dtype)
+        return self._banks[0].weighted(hidden, slots, weights.to(hidden.dtype))
+
+    def _few(
+        self,
+        fused: Fused,
+        hidden: torch.Tensor,
+        chosen: NDArray[np.int64],
+        foreseen: NDArray[np.int64],
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Two launches a wave."""
+        total: torch.Tensor | None = None
+        for wave in self._waves(chosen, foreseen, hidden.device):
+            slots = self._staging.send(self._slots_for(wave.slot_of, chosen).reshape(weights.shape))
+            part = fused(hidden, slots, weights, self._partial_dtype)
+            total = part if total is None else total + part
+        return torch.zeros(hidden.shape, dtype=self._partial_dtype, device=hidden.device) if total is None else total
+
+    def _many(
+        self, hidden: torch.Tensor, chosen: NDArray[np.int64], foreseen: NDArray[np.int64], weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The grouped product a wave and bank."""
+        top_k = weights.shape[1]
         weight = weights.reshape(-1)
         partial = torch.zeros(hidden.shape, dtype=self._partial_dtype, device=hidden.device)
-        needed = np.unique(chosen)
-        self.pairs += int((chosen >= 0).sum())
-        for number, wave in enumerate(self._cache.waves(self._layer, needed[needed >= 0].tolist())):
-            # What the layer waits for is on its way by now. A GPU gets its work first, and computes meanwhile.
-            if number == 0 and hidden.device.type != "cuda":
-                self._fetch_ahead(foreseen)
+        for wave in self._waves(chosen, foreseen, hidden.device):
             for bank, where, slots in self._by_bank(wave.slot_of, chosen):
-                table = torch.from_numpy(np.stack([where, where // top_k, slots])).to(hidden.device, non_blocking=True)
+                table = self._staging.send(np.stack([where, where // top_k, slots]))
                 out = self._banks[bank].forward(hidden[table[1]], table[2], slots)
                 partial.index_add_(0, table[1], (out * weight[table[0]].unsqueeze(1)).to(partial.dtype))
-            if number == 0 and hidden.device.type == "cuda":
-                self._fetch_ahead(foreseen)
         return partial
+
+    def _waves(self, chosen: NDArray[np.int64], foreseen: NDArray[np.int64], device: torch.device) -> Iterator[Wave]:
+        """The waves of the chosen experts. When the first comes, what the layer waits for is on its way: then what is
+        foreseen is sent for. A GPU gets its work first, and computes meanwhile."""
+        needed = np.unique(chosen)
+        for number, wave in enumerate(self._cache.waves(self._layer, needed[needed >= 0].tolist())):
+            if number == 0 and device.type != "cuda":
+                self._fetch_ahead(foreseen)
+            yield wave
+            if number == 0 and device.type == "cuda":
+                self._fetch_ahead(foreseen)
 
     def _fetch_ahead(self, foreseen: NDArray[np.int64]) -> None:
         """foreseen [m]: the ids that a router asked ahead gave, of all tokens; those of most tokens are likeliest."""
@@ -86,14 +147,19 @@ class ExpertCompute:
             experts, counts = np.unique(foreseen, return_counts=True)
             self._cache.prefetch(self._layer + 1, experts[np.argsort(-counts, kind="stable")].tolist())
 
-    def _by_bank(
-        self, slot_of: dict[int, int], chosen: NDArray[np.int64]
-    ) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """For each bank that a wave uses: where in chosen [n * K] its experts are, and their slots within the bank."""
+    def _slots_for(self, slot_of: dict[int, int], chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The slot of each chosen expert [n * K]; -1 where it is not of this wave."""
         experts = list(slot_of)
         self._slot_of[experts] = list(slot_of.values())
         slots = self._slot_of[chosen]
         self._slot_of[experts] = -1
+        return slots
+
+    def _by_bank(
+        self, slot_of: dict[int, int], chosen: NDArray[np.int64]
+    ) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+        """For each bank that a wave uses: where in chosen [n * K] its experts are, and their slots within the bank."""
+        slots = self._slots_for(slot_of, chosen)
         where = np.flatnonzero(slots >= 0)
         slots = slots[where]
         if len(self._banks) == 1:

@@ -18,6 +18,7 @@ from workers.foresight import NextRouter
 from workers.recorder import Recorder
 from workers.routing import RoutingTable
 from workers.slot_cache import SlotCache
+from workers.spoiled import SpoiledTokens
 from workers.step_clock import StepClock
 
 
@@ -38,6 +39,7 @@ class ExpertLayer:
         table: RoutingTable,
         recorder: Recorder,
         clock: StepClock,
+        spoiled: SpoiledTokens,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -50,6 +52,7 @@ class ExpertLayer:
         self._table = table
         self._recorder = recorder
         self._clock = clock
+        self._spoiled = spoiled
         self._compute = ExpertCompute(
             layer=layer,
             module=module,
@@ -81,7 +84,7 @@ class ExpertLayer:
             raise ExchangeError(f"layer {self._layer}: this rank could not compute its experts: {error}") from error
         computed = time.perf_counter()
         self._table.count_layer()
-        combined = self._exchange.combine(plan, partial, len(hidden)).to(hidden.dtype)
+        combined = self._spoiled.clean(self._exchange.combine(plan, partial, len(hidden))).to(hidden.dtype)
         self._clock.layer(start, dispatched, computed, time.perf_counter())
         return combined
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from placement.core import ExpertId
 from placement.errors import MigrationError
+from workers.links import Arrival
 from workers.pinning import host_memory
 
 
@@ -81,6 +84,32 @@ class HostSlab:
         """[blob_bytes] of an expert that is here; KeyError otherwise."""
         with self._lock:
             return self._blobs[self._rows[expert]]
+
+    @contextmanager
+    def holding(self, expert: ExpertId) -> Iterator[torch.Tensor]:
+        """The blob of an expert, which stays in its place meanwhile; KeyError for one that is not owned."""
+        yield self.blob(expert)
+
+    def fetch(self, experts: Sequence[ExpertId]) -> list[torch.Tensor | None]:
+        """The blobs of experts that are about to be copied to the device; None for one that can't be read."""
+        return [self.blob(expert) for expert in experts]
+
+    def lent(self, experts: Sequence[ExpertId], arrival: Arrival) -> None:
+        """The blobs that were fetched are being read until the arrival is done."""
+
+    def is_ready(self, expert: ExpertId) -> bool:
+        """Whether a copy could begin at once."""
+        return True
+
+    def promote(self, experts: Sequence[ExpertId]) -> None:
+        """See to it that experts are ready soon."""
+
+    def regard(self, tiers: Mapping[ExpertId, int]) -> None:
+        """What a placement thinks of the experts (`placement.core.Tier`)."""
+
+    def figures(self) -> dict[str, float]:
+        """What there is to say beside the cache's own counters."""
+        return {}
 
     def add(self, expert: ExpertId, blob: torch.Tensor) -> None:
         self.claim(expert).copy_(blob)

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from placement.core import Placement
 from placement.errors import ConfigError
 from workers.expert_source import ExpertSource, ModuleExperts, checkpoint_experts
+from workers.filling import fill_tiered
 from workers.host_slab import HostSlab
 from workers.options import WorkerOptions
 from workers.seam import drop_expert_weights, experts_modules, num_experts_of
@@ -159,9 +161,25 @@ def check_fits(shape: ModelShape, placement: Placement) -> None:
         )
 
 
-def fill_slab(experts: ExpertSource, placement: Placement, *, rank: int, spare: float, pin: bool) -> HostSlab:
-    """Read the experts that a rank owns into a new host slab with rows for `spare` times the placement's."""
+def fill_slab(
+    experts: ExpertSource,
+    placement: Placement,
+    *,
+    rank: int,
+    spare: float,
+    pin: bool,
+    budget_bytes: int | None = None,
+    disk_path: Path | None = None,
+) -> HostSlab:
+    """Read the experts that a rank owns into a new host slab with rows for `spare` times the placement's.
+
+    budget_bytes: memory that it may take; where that is not enough, see `filling.fill_tiered`, which may refuse.
+    """
     rows = math.ceil(placement.num_layers * placement.rows_per_rank * spare)
+    if budget_bytes is not None and budget_bytes < rows * experts.layout.num_bytes:
+        return fill_tiered(
+            experts, placement, rank=rank, capacity=rows, budget_bytes=budget_bytes, disk_path=disk_path, pin=pin
+        )
     slab = HostSlab(capacity=rows, blob_bytes=experts.layout.num_bytes, pin=pin)
     for expert in sorted(placement.experts_on(rank)):
         experts.read(expert, slab.claim(expert))

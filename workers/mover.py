@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from placement.errors import ExchangeError, MigrationError, StaleEpochError
+from placement.errors import DiskError, ExchangeError, MigrationError, StaleEpochError
 from placement.migration import Move
 from workers.host_slab import HostSlab, checksum
 from workers.peers import Group
@@ -54,13 +54,13 @@ class Mover:
         return received
 
     def _send(self, epoch: int, move: Move) -> None:
-        try:
-            blob = self._slab.blob(move.expert)
-        except KeyError:
-            raise MigrationError(f"rank {self._rank} has no copy of {move.expert} to send") from None
         self._keep_pace()
-        head = epoch.to_bytes(EPOCH_BYTES, "big") + checksum(blob)
-        message = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), blob])
+        try:
+            with self._slab.holding(move.expert) as blob:
+                head = epoch.to_bytes(EPOCH_BYTES, "big") + checksum(blob)
+                message = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), blob])
+        except (KeyError, DiskError) as error:
+            raise MigrationError(f"rank {self._rank} has no copy of {move.expert} to send: {error}") from error
         self._group.send(message, move.target.rank)
 
     def _keep_pace(self) -> None:

@@ -21,6 +21,8 @@ class WorkerOptions:
     link_bytes_per_s: on a CPU, put a link in software of this bandwidth between experts and slots, to see how a slow
     one does; None copies at once.
     host_slab_rows: rows of the host slab as a multiple of what the placement needs; a migration's copies take the rest.
+    host_slab_gb: host memory for a rank's experts, in 10^9 bytes; those that have no room stay on disk, in the
+    checkpoint's own files or, with disk_path, in a file of blobs in that folder. None: all are in memory.
     kv_page_size, kv_pages, max_batch_tokens, max_requests: the paged KV cache and the largest batch.
     peer_timeout_s: after this long without an answer a peer counts as lost. meeting_timeout_s: how long to wait for the
     others when groups are formed, and for a step of one's own to end when they are left.
@@ -36,6 +38,8 @@ class WorkerOptions:
     prefetch: bool = True
     link_bytes_per_s: float | None = None
     host_slab_rows: float = 2.0
+    host_slab_gb: float | None = None
+    disk_path: Path | None = None
     kv_page_size: int = 32
     kv_pages: int = 512
     max_batch_tokens: int = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +22,7 @@ from workers.recorder import Recorder
 from workers.routing import RoutingTable
 from workers.seam import experts_modules, take_over
 from workers.slot_cache import PREFETCH_SHARE, SlotCache
+from workers.spoiled import SpoiledTokens
 from workers.step_clock import StepClock
 from workers.thread_link import ThreadLink
 
@@ -45,6 +47,8 @@ class ParallelModel:
         prefetch: bool = True,
         link_bytes_per_s: float | None = None,
         experts: ExpertSource | None = None,
+        host_budget: int | None = None,
+        disk_path: Path | None = None,
     ) -> None:
         self.model = model
         self.shape = shape_of(model)
@@ -54,7 +58,15 @@ class ParallelModel:
         self._next_routers = next_routers(model, top_k=self.shape.top_k)
         source = ModuleExperts(model) if experts is None else experts
         self.layout = source.layout
-        self.slab = fill_slab(source, placement, rank=rank, spare=host_slab_rows, pin=device.type == "cuda")
+        self.slab = fill_slab(
+            source,
+            placement,
+            rank=rank,
+            spare=host_slab_rows,
+            pin=device.type == "cuda",
+            budget_bytes=host_budget,
+            disk_path=disk_path,
+        )
         compile_policies()
         num_rows = placement.num_layers * placement.rows_per_rank
         self.cache = SlotCache(
@@ -72,6 +84,7 @@ class ParallelModel:
             device=device,
             prefetch_share=PREFETCH_SHARE if prefetch else 0.0,
         )
+        self.spoiled = SpoiledTokens(watch=host_budget is not None)
         self.table = RoutingTable(placement=placement, topology=topology, rank=rank, top_k=self.shape.top_k)
         self._layers: list[ExpertLayer] = []
 
@@ -95,6 +108,7 @@ class ParallelModel:
                 table=self.table,
                 recorder=recorder,
                 clock=clock,
+                spoiled=self.spoiled,
                 hidden_size=self.shape.hidden_size,
                 dtype=self.model.dtype,
                 device=self._device,

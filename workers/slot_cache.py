@@ -75,6 +75,7 @@ class SlotCache:
         self._prefetch_share = prefetch_share
         self._judge = PrefetchJudge()
         self._room = LinkRoom(time.monotonic)
+        self._lost: list[ExpertId] = []
         self._tables: torch.Tensor | None = None
         self.prefetching = True
         self._allocate(num_slots)
@@ -107,7 +108,8 @@ class SlotCache:
     # ----------------------------------------------------------------------------------------------------- demand
 
     def waves(self, layer: int, experts: list[int]) -> Iterator[Wave]:
-        """Bring a step's distinct experts through the slots. Every expert must be in the host slab.
+        """Bring a step's distinct experts through the slots. The host slab must own every one;
+        those that it can't read are in no wave (`take_lost`).
 
         What the caller computes with a wave must be under way when it asks for the next.
         """
@@ -163,21 +165,38 @@ class SlotCache:
         groups: deque[list[ExpertId]] = deque()
         while missing and free:
             group = [missing.popleft() for _ in range(min(self._landing_group, len(missing), len(free)))]
-            slots = [free.popleft() for _ in group]
-            self._send(group, slots, urgent=True)
-            self._table.hold(slots)
-            groups.append(group)
+            sent, slots = self._send(group, [free.popleft() for _ in group], urgent=True)
+            if sent:
+                self._table.hold(slots)
+                groups.append(sent)
         return groups
 
-    def _send(self, items: list[ExpertId], slots: list[int], *, urgent: bool) -> None:
+    def _send(self, items: list[ExpertId], slots: list[int], *, urgent: bool) -> tuple[list[ExpertId], list[int]]:
+        """Send for experts. Returns those that are on their way, and where to; the others can't be read."""
+        blobs = self._slab.fetch(items)
+        if None in blobs:
+            if urgent:
+                self._lost += [item for item, blob in zip(items, blobs, strict=True) if blob is None]
+            items = [item for item, blob in zip(items, blobs, strict=True) if blob is not None]
+            slots = slots[: len(items)]
+            if not items:
+                return items, slots
         newest = self._table.last_use(slots)
         for slot in slots:
             self._empty(slot)
-        pairs = [(self.slots[slot], self._slab.blob(item)) for item, slot in zip(items, slots, strict=True)]
+        here = (blob for blob in blobs if blob is not None)
+        pairs = [(self.slots[slot], blob) for slot, blob in zip(slots, here, strict=True)]
         arrival = self._link.copy(pairs, after=newest, urgent=urgent)
+        self._slab.lent(items, arrival)
         self._table.place(items, slots, arrival)
         self.counters.copies += len(items)
         self.counters.copied_bytes += len(items) * self._blob_bytes
+        return items, slots
+
+    def take_lost(self) -> list[int]:
+        """The experts that the waves of the last layer lacked, since they can't be read."""
+        lost, self._lost = self._lost, []
+        return [item.expert for item in lost]
 
     def _use(self, items: list[ExpertId]) -> Wave:
         table = self._table
@@ -237,14 +256,17 @@ class SlotCache:
         items = [ExpertId(layer, expert) for expert in experts]
         absent = [item for item in items if item not in table.slot_of and self._slab.holds(item)]
         room = min(self._prefetch_slots - int(table.foreseen.sum()), left // self._blob_bytes)
+        self._slab.promote([item for item in absent if not self._slab.is_ready(item)])
+        absent = [item for item in absent if self._slab.is_ready(item)]
         absent = absent[: int(min(room, len(absent)))]
         slots = table.victims(len(absent), sparing=[table.slot_of[item] for item in items if item in table.slot_of])
+        sent: list[int] = []
         for item, slot in zip(absent, slots, strict=False):
             # One submission each, so that the layer waits for none but those that it turns out to need.
-            self._send([item], [slot], urgent=False)
-        if slots:
-            table.expect(slots)
-            self.counters.prefetched += len(slots)
+            sent += self._send([item], [slot], urgent=False)[1]
+        if sent:
+            table.expect(sent)
+            self.counters.prefetched += len(sent)
 
     def _judge_unused(self, layer: int) -> None:
         """A layer has run: what was fetched ahead for it and not used was wasted; its slots are like all others now."""
@@ -266,12 +288,14 @@ class SlotCache:
     def warm_up(self, hottest: list[ExpertId]) -> None:
         """Fill empty slots, the hottest experts first, and wait until they are there."""
         here = self._slab.experts()
-        items = [item for item in hottest if item in here and item not in self._table.slot_of]
+        absent = [item for item in hottest if item in here and item not in self._table.slot_of]
+        items = [item for item in absent if self._slab.is_ready(item)]
         slots = self._table.vacant()[: len(items)]
         begun = time.perf_counter()
         for start in range(0, len(slots), self._landing_group):
             part = slots[start : start + self._landing_group]
             self._send(items[start : start + len(part)], part, urgent=True)
+        self._lost.clear()
         for slot in slots:
             arrival = self._table.arrival[slot]
             if arrival is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ class ServingSteps:
         recorder: Recorder,
         clock: StepClock,
         counts: StepCounts,
+        fail: Callable[[str, str], None],
         first_step: int,
     ) -> None:
         self._parallel = parallel
@@ -44,6 +46,9 @@ class ServingSteps:
         self._recorder = recorder
         self._clock = clock
         self._counts = counts
+        self._fail = fail
+        self._requests: list[str] = []
+        self._lengths: list[int] = []
         self._step = first_step
         self._step_tokens = 0
         self._trial = PrefetchTrial()
@@ -63,7 +68,9 @@ class ServingSteps:
         lengths = [entry.query_length for entry in batch]
         self._step_tokens = sum(lengths)
         self._counts.tokens += self._step_tokens
-        requests = [request_number(request_of(entry.state.request_id)) for entry in batch]
+        self._requests = [request_of(entry.state.request_id) for entry in batch]
+        self._lengths = lengths
+        requests = [request_number(request) for request in self._requests]
         phases = [PREFILL if length > 1 else DECODE for length in lengths]
         tokens = StepTokens(
             request=np.repeat(np.array(requests, np.int64), lengths),
@@ -75,6 +82,7 @@ class ServingSteps:
 
     def end_step(self) -> None:
         self._recorder.end_step()
+        self._fail_spoiled()
         self._parallel.table.begin_step()
         self._count_step()
 
@@ -82,12 +90,20 @@ class ServingSteps:
         self._recorder.abandon_step()
         self._begin()
         self._parallel.join_step()
+        self._parallel.spoiled.take()
         self._count_step()
 
     def _begin(self) -> None:
         self._clock.begin()
         self._step_tokens = 0
         self._parallel.cache.prefetching = self._trial.wants(self._step)
+
+    def _fail_spoiled(self) -> None:
+        """Fail the requests of tokens that lacked an expert."""
+        spoiled = self._parallel.spoiled.take()
+        for index in np.unique(np.repeat(np.arange(len(self._lengths)), self._lengths)[spoiled]):
+            request = self._requests[index]
+            self._fail(request, f"request '{request}': an expert that it needs can't be read from disk")
 
     def _count_step(self) -> None:
         self._trial.took(self._step, self._step_tokens, self._clock.end(self._step))

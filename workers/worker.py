@@ -28,6 +28,7 @@ from workers.desk import Desk
 from workers.engine import start_engine
 from workers.epochs import EpochKeeper
 from workers.events import EventRouter, TokenEvent
+from workers.filling import tiers_on
 from workers.loading import ModelShape, device_of, load_share
 from workers.lockstep import LockstepManager
 from workers.mover import Mover
@@ -71,6 +72,8 @@ class ExpertWorker:
             host_slab_rows=options.host_slab_rows,
             prefetch=options.prefetch,
             link_bytes_per_s=options.link_bytes_per_s,
+            host_budget=None if options.host_slab_gb is None else int(options.host_slab_gb * 1e9),
+            disk_path=options.disk_path,
         )
         self._parallel.table.warm_up()
         self._epochs = self._epoch_keeper()
@@ -197,6 +200,7 @@ class ExpertWorker:
                     f"rank {rank} lacks {len(missing)} experts of epoch {placement.epoch}: {min(missing)}"
                 )
             self.release_except(placement.experts_on(rank))
+            self._parallel.slab.regard(tiers_on(placement, rank))
             self._parallel.table.take_seat(rank, topology, placement)
             self._parallel.cache.let_go()
             self._epochs = self._epoch_keeper()
@@ -208,6 +212,7 @@ class ExpertWorker:
                 recorder=self._recorder,
                 clock=self._clock,
                 counts=self._counts,
+                fail=self._desk.fail,
                 # A later founding's steps come after all of an earlier one's, on every rank alike.
                 first_step=met.epoch << 32,
             )
@@ -323,7 +328,8 @@ class ExpertWorker:
             experts=len(self._parallel.slab.experts()),
             host_slab_bytes=self._parallel.slab.num_bytes,
             slot_bytes=cache.num_bytes,
-            cache={name: getattr(cache.counters, name) for name in type(cache.counters).__slots__},
+            cache={name: getattr(cache.counters, name) for name in type(cache.counters).__slots__}
+            | self._parallel.slab.figures(),
             recorder={name: getattr(recorder, name) for name in type(recorder).__slots__},
             traffic=asdict(self._parallel.table.traffic),
             tokens=self._counts.tokens,

@@ -47,6 +47,7 @@ SHARES = (0.10, 0.25, 0.50)
 STEPS = {1: 100, 8: 50, 32: 30, 2048: 4} if CUDA else {1: 10, 8: 3}
 WARM_STEPS = 30 if CUDA else 3
 CPU_LINK = 2e8
+STAGES = ("copies", "resident", "cached", "peers", "launches", "small", "precision", "soak")
 
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -353,14 +354,16 @@ def stage_soak(bench: Bench, seconds: float) -> None:
 
 
 def main() -> None:
+    from scripts.bench import offload_small
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", default="all", help="copies, resident, cached, peers, soak; comma-separated, or all")
+    parser.add_argument("--stage", default="all", help=f"{', '.join(STAGES)}; comma-separated, or all")
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--soak-seconds", type=float, default=60.0)
     parser.add_argument("--commit", default="", help="for machines without git")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    stages = ["copies", "resident", "cached", "peers", "soak"] if options.stage == "all" else options.stage.split(",")
+    stages = list(STAGES) if options.stage == "all" else options.stage.split(",")
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = options.commit or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     bench = Bench(load_trace(options.trace))
@@ -369,6 +372,9 @@ def main() -> None:
         "resident": lambda: stage_resident(bench),
         "cached": lambda: stage_cached(bench),
         "peers": lambda: stage_peers(bench),
+        "launches": lambda: offload_small.stage_launches(bench),
+        "small": lambda: offload_small.stage_small(bench),
+        "precision": lambda: offload_small.stage_precision(bench),
         "soak": lambda: stage_soak(bench, options.soak_seconds),
     }
     with torch.no_grad():

@@ -1,0 +1,81 @@
+"""The fused kernels against plain torch, over slot ids: on the GPU, or in Triton's interpreter where Triton is."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from placement.fit.precision import Precision
+from tests.workers.test_model_seam import CONFIGS
+from workers.blob import BlobLayout, layout_of
+from workers.few_tokens import is_plain_gated
+from workers.seam import SlotExperts, experts_modules
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SLOTS, TOKENS, TOP_K = 9, 3, 2
+
+
+def reference(
+    tensors: dict[str, torch.Tensor], hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """down(silu(gate) * up), weighted and summed, pair by pair. tensors: [S, ...] of all slots."""
+    out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    for token, (of_token, shares) in enumerate(zip(slots.tolist(), weights, strict=True)):
+        for slot, share in zip(of_token, shares, strict=True):
+            if slot >= 0:
+                gate, up = (tensors["gate_up_proj"][slot] @ hidden[token]).chunk(2)
+                out[token] += share * (tensors["down_proj"][slot] @ (functional.silu(gate) * up)).float()
+    return out
+
+
+def _example(precision: Precision, dtype: torch.dtype) -> tuple[BlobLayout, torch.Tensor, torch.Tensor]:
+    """A layout, slots full of experts, and hidden states. Width 24, so that no block of the kernels is full."""
+    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"], dtype=dtype)
+    layout = layout_of(experts_modules(model)[0], 6, precision)
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.zeros((SLOTS, layout.num_bytes), dtype=torch.uint8)
+    for slot in slots:
+        for field in layout.fields:
+            field.write(torch.randn(field.shape, generator=generator).to(dtype) * 0.3, slot)
+    return layout, slots.to(DEVICE), torch.randn((TOKENS, 32), generator=generator).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", Precision)
+def test_the_fused_kernels_give_what_plain_torch_gives(
+    precision: Precision, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    if DEVICE == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    from workers.fused_kernel import FusedExperts
+
+    layout, slots, hidden = _example(precision, dtype)
+    chosen = torch.tensor([[7, 0], [-1, 3], [-1, -1]], device=DEVICE)
+    weights = torch.tensor([[0.3, 0.7], [1.0, 0.5], [0.2, 0.2]], device=DEVICE)
+    expected = reference(layout.read(slots), hidden, chosen, weights)
+    found = FusedExperts(layout, slots)(hidden, chosen, weights, torch.float32)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert (found - expected).norm() <= tolerance * expected.norm()
+    assert found[2].eq(0).all()
+
+
+def test_the_reference_is_what_transformers_computes() -> None:
+    layout, slots, hidden = _example(Precision.STORED, torch.float32)
+    module = experts_modules(AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"], dtype=torch.float32))[0].to(DEVICE)
+    chosen = torch.tensor([[7, 0], [2, 3], [8, 8]], device=DEVICE)
+    weights = torch.rand((TOKENS, TOP_K), device=DEVICE)
+    whole = SlotExperts(module, layout.views(slots)).weighted(hidden, chosen, weights)
+    assert torch.allclose(reference(layout.views(slots), hidden, chosen, weights), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"), [("mixtral", True), ("qwen3_moe", True), ("olmoe", True), ("gpt_oss", False)]
+)
+def test_experts_with_biases_or_gates_of_their_own_are_left_to_transformers(name: str, fits: bool) -> None:
+    module = experts_modules(AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32))[0]
+    assert is_plain_gated(module, layout_of(module, 6)) is fits
