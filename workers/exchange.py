@@ -7,7 +7,9 @@ counts and epochs: a rank refuses to go on with a peer of another epoch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,11 +42,20 @@ class Exchange:
     """One rank's side of the exchange over a process group.
 
     partial_dtype is the type in which sums travel home: float64 on CPUs, where it makes the text independent of how a
-    token's experts are spread over ranks.
+    token's experts are spread over ranks. attempt runs what takes memory while other ranks wait for this one, which
+    it may do again after it has made room.
     """
 
-    def __init__(self, group: Group, *, num_ranks: int, partial_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        group: Group,
+        *,
+        num_ranks: int,
+        partial_dtype: torch.dtype,
+        attempt: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+    ) -> None:
         self._group = group
+        self._attempt = attempt
         self._num_ranks = num_ranks
         self._partial_dtype = partial_dtype
         self.sent_rows = 0
@@ -62,16 +73,21 @@ class Exchange:
         received = self._swap_counts(epoch, sent)
         plan = Dispatch(token=token, sent=sent.tolist(), received=received)
         self.sent_rows += len(token)
-        arrived = torch.empty((sum(received), rows.shape[1]), dtype=torch.uint8, device=hidden.device)
+        arrived = self._empty((sum(received), rows.shape[1]), torch.uint8, hidden.device)
         self._all_to_all(arrived, rows, plan.received, plan.sent)
-        return plan, _unpack(arrived, hidden.shape[1], hidden.dtype, experts.shape[1])
+        arrivals: Arrivals = self._attempt(lambda: _unpack(arrived, hidden.shape[1], hidden.dtype, experts.shape[1]))
+        return plan, arrivals
 
     def combine(self, plan: Dispatch, partial: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Send partial [n, H], a sum for each arrival, home. Returns [T, H] in partial_dtype."""
-        returned = torch.empty((len(plan.token), partial.shape[1]), dtype=partial.dtype, device=partial.device)
+        returned = self._empty((len(plan.token), partial.shape[1]), partial.dtype, partial.device)
         self._all_to_all(returned, partial.contiguous(), plan.sent, plan.received)
         out = torch.zeros((num_tokens, partial.shape[1]), dtype=partial.dtype, device=partial.device)
         return out.index_add_(0, plan.token, returned)
+
+    def _empty(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        tensor: torch.Tensor = self._attempt(lambda: torch.empty(shape, dtype=dtype, device=device))
+        return tensor
 
     @property
     def partial_dtype(self) -> torch.dtype:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 
 import numpy as np
 import torch
@@ -110,10 +111,11 @@ class ExpertCompute:
     ) -> torch.Tensor:
         """Two launches a wave."""
         total: torch.Tensor | None = None
-        for wave in self._waves(chosen, foreseen, hidden.device):
-            slots = self._staging.send(self._slots_for(wave.slot_of, chosen).reshape(weights.shape))
-            part = fused(hidden, slots, weights, self._partial_dtype)
-            total = part if total is None else total + part
+        with closing(self._waves(chosen, foreseen, hidden.device)) as waves:
+            for wave in waves:
+                slots = self._staging.send(self._slots_for(wave.slot_of, chosen).reshape(weights.shape))
+                part = fused(hidden, slots, weights, self._partial_dtype)
+                total = part if total is None else total + part
         return torch.zeros(hidden.shape, dtype=self._partial_dtype, device=hidden.device) if total is None else total
 
     def _many(
@@ -123,23 +125,25 @@ class ExpertCompute:
         top_k = weights.shape[1]
         weight = weights.reshape(-1)
         partial = torch.zeros(hidden.shape, dtype=self._partial_dtype, device=hidden.device)
-        for wave in self._waves(chosen, foreseen, hidden.device):
-            for bank, where, slots in self._by_bank(wave.slot_of, chosen):
-                table = self._staging.send(np.stack([where, where // top_k, slots]))
-                out = self._banks[bank].forward(hidden[table[1]], table[2], slots)
-                partial.index_add_(0, table[1], (out * weight[table[0]].unsqueeze(1)).to(partial.dtype))
+        with closing(self._waves(chosen, foreseen, hidden.device)) as waves:
+            for wave in waves:
+                for bank, where, slots in self._by_bank(wave.slot_of, chosen):
+                    table = self._staging.send(np.stack([where, where // top_k, slots]))
+                    out = self._banks[bank].forward(hidden[table[1]], table[2], slots)
+                    partial.index_add_(0, table[1], (out * weight[table[0]].unsqueeze(1)).to(partial.dtype))
         return partial
 
-    def _waves(self, chosen: NDArray[np.int64], foreseen: NDArray[np.int64], device: torch.device) -> Iterator[Wave]:
+    def _waves(self, chosen: NDArray[np.int64], foreseen: NDArray[np.int64], device: torch.device) -> Generator[Wave]:
         """The waves of the chosen experts. When the first comes, what the layer waits for is on its way: then what is
         foreseen is sent for. A GPU gets its work first, and computes meanwhile."""
         needed = np.unique(chosen)
-        for number, wave in enumerate(self._cache.waves(self._layer, needed[needed >= 0].tolist())):
-            if number == 0 and device.type != "cuda":
-                self._fetch_ahead(foreseen)
-            yield wave
-            if number == 0 and device.type == "cuda":
-                self._fetch_ahead(foreseen)
+        with closing(self._cache.waves(self._layer, needed[needed >= 0].tolist())) as waves:
+            for number, wave in enumerate(waves):
+                if number == 0 and device.type != "cuda":
+                    self._fetch_ahead(foreseen)
+                yield wave
+                if number == 0 and device.type == "cuda":
+                    self._fetch_ahead(foreseen)
 
     def _fetch_ahead(self, foreseen: NDArray[np.int64]) -> None:
         """foreseen [m]: the ids that a router asked ahead gave, of all tokens; those of most tokens are likeliest."""

@@ -15,11 +15,16 @@ from workers.blob import BlobLayout
 from workers.exchange import Arrivals, Exchange
 from workers.expert_compute import ExpertCompute
 from workers.foresight import NextRouter
+from workers.memory import Memory
 from workers.recorder import Recorder
+from workers.relief import Relief
 from workers.routing import RoutingTable
 from workers.slot_cache import SlotCache
 from workers.spoiled import SpoiledTokens
 from workers.step_clock import StepClock
+
+# Of each element of a token's copy for each of its experts: gathered, through the two products, and summed.
+WORKSPACE_BYTES = 32
 
 
 class ExpertLayer:
@@ -44,11 +49,15 @@ class ExpertLayer:
         dtype: torch.dtype,
         device: torch.device,
         next_router: NextRouter | None,
+        relief: Relief,
+        memory: Memory,
     ) -> None:
         self._layer = layer
         self._exchange = exchange
         self._cache = cache
         self._next_router = next_router
+        self._relief = relief
+        self._memory = memory
         self._table = table
         self._recorder = recorder
         self._clock = clock
@@ -78,7 +87,7 @@ class ExpertLayer:
         )
         dispatched = time.perf_counter()
         try:
-            partial = self.compute(arrivals)
+            partial = self._relief.attempt(lambda: self.compute(arrivals))
         except (RuntimeError, LookupError, ValueError) as error:
             # The other ranks wait for these sums: there is no way to fail this rank's part of a layer alone.
             raise ExchangeError(f"layer {self._layer}: this rank could not compute its experts: {error}") from error
@@ -95,12 +104,14 @@ class ExpertLayer:
     def compute(self, arrivals: Arrivals) -> torch.Tensor:
         """The weighted sum over the experts of each arrival that lie here: [n, H] in the exchange's partial dtype."""
         before = self._compute.pairs
+        self._memory.claim("a layer", arrivals.experts.numel() * arrivals.hidden.shape[1] * WORKSPACE_BYTES)
         alone = len(self._table.node_of_rank) == 1
         ahead = None
         if self._next_router is not None and len(arrivals.hidden) and self._cache.looks_ahead():
             ahead = self._next_router(arrivals.hidden)
         partial = self._compute(arrivals.hidden, arrivals.experts, arrivals.weights, alone=alone, ahead=ahead)
         self._table.traffic.pairs += self._compute.pairs - before
+        self._memory.claim("a layer", 0)
         return partial.to(self._exchange.partial_dtype)
 
     def _ranks_of(self, chosen: NDArray[np.int64]) -> NDArray[np.int32]:

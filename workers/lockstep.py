@@ -61,6 +61,9 @@ class StepHooks(Protocol):
     def join_step(self) -> None:
         """Take part in the layers of this step that this rank has not yet joined, with zero tokens."""
 
+    def make_room(self, reason: str) -> bool:
+        """Memory was short: free some. False where there is none to free."""
+
 
 class LockstepManager(ContinuousBatchingManager):
     """A continuous-batching manager that steps only together with the other ranks of its control group."""
@@ -80,13 +83,14 @@ class LockstepManager(ContinuousBatchingManager):
         self.logit_processor = RowSampler(model._get_logits_processor(generation_config))
         self._control = control
         self._hooks = hooks
+        self._retries = False
 
     def _generation_loop_body(self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool) -> bool:
         if not batch_processor.scheduler.active_requests:
             # Set when the cache was full, and cleared by Transformers only when a request finishes, not when all are
             # cancelled or fail: those that wait would wait forever.
             batch_processor.scheduler.block_new_requests = False
-        has_work = batch_processor.prepare_next_batch()
+        has_work = self._retries or batch_processor.prepare_next_batch()
         wants_stop = self.background_thread_status.tp_status != BackgroundThreadStatus.DONT_STOP and not has_work
         agreed = self._agree(has_work, wants_stop)
         self._hooks.enter_epoch(agreed.epoch)
@@ -110,8 +114,17 @@ class LockstepManager(ContinuousBatchingManager):
         io = batch_processor.inputs_and_outputs
         num_tokens = io.num_q_tokens
         self._hooks.begin_step(io.requests_in_batch, io.input_ids[:num_tokens], io.position_ids[:num_tokens])
+        retries, self._retries = self._retries, False
         try:
             self._generation_step()
+        except torch.OutOfMemoryError as error:
+            # Step on with the others, and take the same batch again in the next step: nothing of it was used up.
+            self._join(batch_processor)
+            if retries or not self._hooks.make_room(str(error)):
+                batch_processor.handle_batch_error(error)
+            else:
+                self._retries = True
+            return
         except (RuntimeError, ValueError, LookupError) as error:
             # The batch is lost but the other ranks are in the middle of the step: walk through its layers with them.
             self._join(batch_processor)

@@ -20,6 +20,8 @@ class WorkerOptions:
     prefetch: whether the next layer's router is asked ahead, and what it names fetched while there is time.
     link_bytes_per_s: on a CPU, put a link in software of this bandwidth between experts and slots, to see how a slow
     one does; None copies at once.
+    memory_bytes: what this rank may use of its device's memory; None is all that there is. On a CPU, KV cache, slots
+    and a layer's tensors are counted against it.
     host_slab_rows: rows of the host slab as a multiple of what the placement needs; a migration's copies take the rest.
     host_slab_gb: host memory for a rank's experts, in 10^9 bytes; those that have no room stay on disk, in the
     checkpoint's own files or, with disk_path, in a file of blobs in that folder. None: all are in memory.
@@ -37,6 +39,7 @@ class WorkerOptions:
     cache_share: float = 0.4
     prefetch: bool = True
     link_bytes_per_s: float | None = None
+    memory_bytes: float | None = None
     host_slab_rows: float = 2.0
     host_slab_gb: float | None = None
     disk_path: Path | None = None

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from placement.cache.policy import EvictionPolicy, PolicyName, compile_policies
 from placement.core import Placement
+from placement.fit.sizing import CACHE_ELEMENT_BYTES, kv_bytes_per_request
 from placement.topology import Topology
 from workers.exchange import Exchange
 from workers.expert_layer import ExpertLayer
@@ -17,14 +18,18 @@ from workers.expert_source import ExpertSource, ModuleExperts
 from workers.foresight import next_routers
 from workers.links import Link, link_for
 from workers.loading import check_fits, fill_slab, shape_of
+from workers.memory import memory_of
 from workers.peers import Group
 from workers.recorder import Recorder
+from workers.relief import Relief
 from workers.routing import RoutingTable
 from workers.seam import experts_modules, take_over
 from workers.slot_cache import PREFETCH_SHARE, SlotCache
 from workers.spoiled import SpoiledTokens
 from workers.step_clock import StepClock
 from workers.thread_link import ThreadLink
+
+KV_CACHE = "the KV cache"
 
 
 class ParallelModel:
@@ -46,6 +51,7 @@ class ParallelModel:
         host_slab_rows: float,
         prefetch: bool = True,
         link_bytes_per_s: float | None = None,
+        memory_bytes: float | None = None,
         experts: ExpertSource | None = None,
         host_budget: int | None = None,
         disk_path: Path | None = None,
@@ -69,6 +75,7 @@ class ParallelModel:
         )
         compile_policies()
         num_rows = placement.num_layers * placement.rows_per_rank
+        self.memory = memory_of(device, memory_bytes)
         self.cache = SlotCache(
             slab=self.slab,
             policy=EvictionPolicy(
@@ -83,8 +90,10 @@ class ParallelModel:
             blob_bytes=self.layout.num_bytes,
             device=device,
             prefetch_share=PREFETCH_SHARE if prefetch else 0.0,
+            memory=self.memory,
         )
         self.spoiled = SpoiledTokens(watch=host_budget is not None)
+        self.relief = Relief(self.cache, self.memory, least=self.shape.top_k)
         self.table = RoutingTable(placement=placement, topology=topology, rank=rank, top_k=self.shape.top_k)
         self._layers: list[ExpertLayer] = []
 
@@ -97,7 +106,12 @@ class ParallelModel:
     def attach(self, group: Group, recorder: Recorder, clock: StepClock) -> None:
         """Put expert layers that meet over group in the place of the model's own, and the model on its device."""
         partial_dtype = torch.float64 if self._device.type == "cpu" else torch.float32
-        exchange = Exchange(group, num_ranks=len(self.table.node_of_rank), partial_dtype=partial_dtype)
+        exchange = Exchange(
+            group,
+            num_ranks=len(self.table.node_of_rank),
+            partial_dtype=partial_dtype,
+            attempt=self.relief.attempt,
+        )
         self._layers = [
             ExpertLayer(
                 layer=layer,
@@ -113,11 +127,20 @@ class ParallelModel:
                 dtype=self.model.dtype,
                 device=self._device,
                 next_router=self._next_routers[layer],
+                relief=self.relief,
+                memory=self.memory,
             )
             for layer, module in enumerate(self._modules)
         ]
         take_over(self.model, list(self._layers))
         self.model.to(self._device)
+
+    def reserve_kv_cache(self, tokens: int) -> None:
+        """Have room for a KV cache of so many tokens; the slots give way. Raises torch.OutOfMemoryError."""
+        config = self.model.config.get_text_config().to_dict()
+        size = kv_bytes_per_request(config, tokens, Path(self.model.name_or_path))
+        self.memory.claim(KV_CACHE, 0)
+        self.relief.reserve(KV_CACHE, size * self.model.dtype.itemsize // CACHE_ELEMENT_BYTES)
 
     def join_step(self) -> None:
         """Join the layers of the step under way that this rank has not joined yet, with zero tokens."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from placement.cache.policy import EvictionPolicy
 from placement.core import ExpertId
 from workers.host_slab import HostSlab
 from workers.links import Link
+from workers.memory import CountedMemory, Memory
 from workers.prefetch import LinkRoom, PrefetchJudge
 from workers.slot_table import SlotTable
 from workers.telemetry import CacheCounters
@@ -61,6 +62,7 @@ class SlotCache:
         one_wave: int = ONE_WAVE,
         stream_from: int = STREAM_FROM,
         prefetch_share: float = PREFETCH_SHARE,
+        memory: Memory | None = None,
     ) -> None:
         self.counters = CacheCounters()
         self.generation = 0
@@ -69,6 +71,7 @@ class SlotCache:
         self._link = link
         self._blob_bytes = blob_bytes
         self._device = device
+        self._memory = CountedMemory() if memory is None else memory
         self._landing_group = landing_group
         self._one_wave = one_wave
         self._stream_from = stream_from
@@ -107,7 +110,7 @@ class SlotCache:
 
     # ----------------------------------------------------------------------------------------------------- demand
 
-    def waves(self, layer: int, experts: list[int]) -> Iterator[Wave]:
+    def waves(self, layer: int, experts: list[int]) -> Generator[Wave]:
         """Bring a step's distinct experts through the slots. The host slab must own every one;
         those that it can't read are in no wave (`take_lost`).
 
@@ -304,23 +307,55 @@ class SlotCache:
         if len(slots) > self._landing_group:
             self._room.bytes_per_s = len(slots) * self._blob_bytes / (time.perf_counter() - begun)
 
-    def resize(self, num_slots: int) -> None:
-        """Have so many slots from now on, empty ones; memory of the old goes back first. No step may be under way."""
+    def resize(self, num_slots: int, *, prefetch: bool = True) -> None:
+        """Have so many slots from now on, with the most valuable of what was in them; prefetch: and a region for it.
+
+        Memory of the old ones goes back first; where it does not suffice the new ones are fewer. Nothing may be held.
+        """
+        assert not self._table.held.any()
         for arrival in self._table.arrival:
             if arrival is not None:
                 arrival.finish()
+        kept = self._table.by_value()
         self.counters.resizes += 1
         self.generation += 1
-        del self.slots
+        before = self.num_slots
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        # Layers have views of the old slots until they next run.
+        self.slots.untyped_storage().resize_(0)
+        self._memory.claim("slots", 0)
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self._allocate(num_slots)
+        self._allocate_most(num_slots, before)
+        self._prefetch_slots = int(self._prefetch_share * self.num_slots) if prefetch else 0
+        self.warm_up(kept)
+
+    def _allocate_most(self, num_slots: int, before: int) -> None:
+        while True:
+            try:
+                self._allocate(num_slots)
+                return
+            except torch.OutOfMemoryError:
+                if num_slots == 1:
+                    raise
+            num_slots = before if num_slots > before else num_slots // 2
+
+    @property
+    def prefetch_slots(self) -> int:
+        """The size of the region of prefetches."""
+        return self._prefetch_slots
+
+    @property
+    def blob_bytes(self) -> int:
+        """The size of one slot."""
+        return self._blob_bytes
 
     def close(self) -> None:
         self._link.close()
 
     def _allocate(self, num_slots: int) -> None:
+        self._memory.claim("slots", num_slots * self._blob_bytes)
         self.slots = torch.zeros((num_slots, self._blob_bytes), dtype=torch.uint8, device=self._device)
         self._table = SlotTable(num_slots, self._policy)
         self._prefetch_slots = int(self._prefetch_share * num_slots)

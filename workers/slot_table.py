@@ -69,6 +69,13 @@ class SlotTable:
             self._fence[slot] = fence
         self.held[slots] = False
 
+    def by_value(self) -> list[ExpertId]:
+        """What is in slots, the most valuable first."""
+        filled = np.flatnonzero(self._layer_in >= 0)
+        values = self._policy.values(self._layer_in[filled], self._expert_in[filled])
+        order = filled[np.argsort(-values, kind="stable")]
+        return [item for slot in order if (item := self._item_in[slot]) is not None]
+
     # ---------------------------------------------------------------------------------------------------- prefetches
 
     def expect(self, slots: list[int]) -> None:

@@ -93,6 +93,9 @@ class ServingSteps:
         self._parallel.spoiled.take()
         self._count_step()
 
+    def make_room(self, reason: str) -> bool:
+        return self._parallel.relief.make_room(reason)
+
     def _begin(self) -> None:
         self._clock.begin()
         self._step_tokens = 0
@@ -107,5 +110,6 @@ class ServingSteps:
 
     def _count_step(self) -> None:
         self._trial.took(self._step, self._step_tokens, self._clock.end(self._step))
+        self._parallel.relief.end_step()
         self._counts.steps += 1
         self._step += 1

@@ -74,6 +74,7 @@ class ExpertWorker:
             link_bytes_per_s=options.link_bytes_per_s,
             host_budget=None if options.host_slab_gb is None else int(options.host_slab_gb * 1e9),
             disk_path=options.disk_path,
+            memory_bytes=options.memory_bytes,
         )
         self._parallel.table.warm_up()
         self._epochs = self._epoch_keeper()
@@ -206,6 +207,7 @@ class ExpertWorker:
             self._epochs = self._epoch_keeper()
             self._desk = self._new_desk()
             self._parallel.attach(met.data, self._recorder, self._clock)
+            self._parallel.reserve_kv_cache(self._options.kv_page_size * self._options.kv_pages)
             steps = ServingSteps(
                 parallel=self._parallel,
                 epochs=self._epochs,

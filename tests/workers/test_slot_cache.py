@@ -154,12 +154,15 @@ def test_what_this_rank_does_not_hold_is_not_fetched_ahead() -> None:
     assert cache.counters.prefetched == 0
 
 
-def test_a_resized_cache_is_empty_and_serves_on() -> None:
+def test_a_resized_cache_keeps_the_most_valuable_and_serves_on() -> None:
     cache = _cache(6)
-    _run(cache, 0, [0, 1, 2])
+    for experts in ([0, 1, 2], [1], [2]):
+        _run(cache, 0, experts)
+    old = cache.slots
     cache.resize(2)
-    assert (cache.num_slots, cache.generation, cache.resident(0)) == (2, 1, frozenset())
-    assert _run(cache, 0, [0, 1, 2]) == [{0, 1}, {2}]
+    assert (cache.num_slots, cache.generation, cache.resident(0)) == (2, 1, {1, 2})
+    assert old.untyped_storage().nbytes() == 0
+    assert _run(cache, 0, [0, 1, 2]) == [{1, 2}, {0}]
 
 
 def test_warming_up_fills_the_slots_with_the_hottest() -> None:
