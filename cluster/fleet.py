@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -24,6 +23,7 @@ from cluster.keeper import Keeper
 from cluster.ledger import Generation, Ledger
 from cluster.outcomes import RebalanceResult
 from cluster.seating import reserve
+from cluster.sizing import sized_options
 from cluster.starting import history_path, starting_plan
 from cluster.watch import Watch
 from placement.errors import MoetisError
@@ -59,7 +59,7 @@ class Fleet:
         num_seats = self.topology.num_ranks
         num_gpus = ray.cluster_resources().get("GPU", 0)
         device = choose_device(config.workers.device, num_ranks=num_seats, num_gpus=num_gpus)
-        options = replace(config.worker_options(), device=device)
+        options = sized_options(config, self.topology, device, note)
         gpus_per_rank = 1 if device == "cuda" else 0
         self._service = start_service(
             history=history_path(config),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.core import EMPTY, Placement, Tier
+from placement.core import EMPTY, ExpertId, Placement, Tier
 from placement.errors import ConfigError, TraceError
 from placement.topology import Topology
 
@@ -94,6 +94,16 @@ def choose_tiers(
         stall_s=float(stall.max()),
         num_disk=int((tiers == Tier.DISK).sum()),
     )
+
+
+def hottest_first(placement: Placement, rank: int) -> list[ExpertId]:
+    """A rank's experts by tier, the hot ones first; in a tier layers take turns, so that none goes without."""
+    rows = placement.rows_per_rank
+    table = placement.physical_to_logical[:, rank * rows : (rank + 1) * rows]
+    tiers = placement.tiers[:, rank * rows : (rank + 1) * rows]
+    layers, columns = np.nonzero(table != EMPTY)
+    order = np.lexsort((layers, columns, tiers[layers, columns]))
+    return [ExpertId(int(layers[i]), int(table[layers[i], columns[i]])) for i in order]
 
 
 def _tiers_in_order(num_slots: int, budget: TierBudget) -> NDArray[np.uint8]:

@@ -60,10 +60,7 @@ class ExpertCompute:
         alone: every expert is here. On a GPU whose slots hold them all nothing is looked up then, and nothing waits.
         ahead [n, K]: the experts that these tokens will probably need in the next layer.
         """
-        if self._generation != self._cache.generation:
-            self._banks = make_banks(self._module, self._layout, self._cache.slots)
-            self._fused = fused_for(self._module, self._layout, self._cache.slots)
-            self._generation = self._cache.generation
+        self._find_slots()
         fused = self._fused if experts.numel() <= self._few_pairs else None
         if alone and hidden.device.type == "cuda":
             out = self._without_lookup(fused, hidden, experts, weights)
@@ -86,6 +83,21 @@ class ExpertCompute:
             rows = np.isin(chosen, lost).reshape(experts.shape).any(axis=1)
             out[torch.from_numpy(rows).to(out.device)] = float("nan")
         return out
+
+    def _find_slots(self) -> None:
+        if self._generation != self._cache.generation:
+            self._banks = make_banks(self._module, self._layout, self._cache.slots)
+            self._fused = fused_for(self._module, self._layout, self._cache.slots)
+            self._generation = self._cache.generation
+
+    def touch(self, hidden: torch.Tensor, top_k: int) -> None:
+        """Run the kernels once on what is in the first slot; the cache does not notice. hidden [n, H]."""
+        self._find_slots()
+        slots = np.zeros((len(hidden), top_k), np.int64)
+        sent = torch.from_numpy(slots).to(hidden.device)
+        if self._fused is not None:
+            self._fused(hidden, sent, torch.ones(slots.shape, device=hidden.device), self._partial_dtype)
+        self._banks[0].forward(hidden, sent[:, 0], slots[:, 0])
 
     def _without_lookup(
         self, fused: Fused | None, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor

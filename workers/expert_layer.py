@@ -11,6 +11,7 @@ from torch import nn
 
 from placement.dispatch import choose_ranks
 from placement.errors import ExchangeError
+from placement.fit.serving import LAYER_BYTES_PER_ELEMENT
 from workers.blob import BlobLayout
 from workers.exchange import Arrivals, Exchange
 from workers.expert_compute import ExpertCompute
@@ -22,9 +23,6 @@ from workers.routing import RoutingTable
 from workers.slot_cache import SlotCache
 from workers.spoiled import SpoiledTokens
 from workers.step_clock import StepClock
-
-# Of each element of a token's copy for each of its experts: gathered, through the two products, and summed.
-WORKSPACE_BYTES = 32
 
 
 class ExpertLayer:
@@ -97,6 +95,11 @@ class ExpertLayer:
         self._clock.layer(start, dispatched, computed, time.perf_counter())
         return combined
 
+    def touch(self, num_tokens: int) -> None:
+        """Run the layer's own kernels once, without the other ranks."""
+        hidden, _, _ = self._nothing
+        self._compute.touch(hidden.new_zeros((num_tokens, hidden.shape[1])), self._table.top_k)
+
     def join_empty(self) -> None:
         """Take part in the layer's exchange without a token of one's own: others may need the experts here."""
         self(*self._nothing)
@@ -104,7 +107,7 @@ class ExpertLayer:
     def compute(self, arrivals: Arrivals) -> torch.Tensor:
         """The weighted sum over the experts of each arrival that lie here: [n, H] in the exchange's partial dtype."""
         before = self._compute.pairs
-        self._memory.claim("a layer", arrivals.experts.numel() * arrivals.hidden.shape[1] * WORKSPACE_BYTES)
+        self._memory.claim("a layer", arrivals.experts.numel() * arrivals.hidden.shape[1] * LAYER_BYTES_PER_ELEMENT)
         alone = len(self._table.node_of_rank) == 1
         ahead = None
         if self._next_router is not None and len(arrivals.hidden) and self._cache.looks_ahead():

@@ -6,12 +6,15 @@ import math
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from placement.cache.policy import EvictionPolicy, PolicyName, compile_policies
 from placement.core import Placement
 from placement.fit.sizing import CACHE_ELEMENT_BYTES, kv_bytes_per_request
+from placement.tiers import hottest_first
 from placement.topology import Topology
+from workers.crossover import measure_crossover
 from workers.exchange import Exchange
 from workers.expert_layer import ExpertLayer
 from workers.expert_source import ExpertSource, ModuleExperts
@@ -30,6 +33,13 @@ from workers.step_clock import StepClock
 from workers.thread_link import ThreadLink
 
 KV_CACHE = "the KV cache"
+WARM_UP_TOKENS = (1, 64)
+
+
+def _bytes_without_experts(model: PreTrainedModel, experts: list[nn.Module]) -> int:
+    in_experts = {id(parameter) for module in experts for parameter in module.parameters()}
+    kept = (parameter for parameter in model.parameters() if id(parameter) not in in_experts)
+    return sum(parameter.numel() * parameter.dtype.itemsize for parameter in kept)
 
 
 class ParallelModel:
@@ -74,8 +84,10 @@ class ParallelModel:
             disk_path=disk_path,
         )
         compile_policies()
-        num_rows = placement.num_layers * placement.rows_per_rank
+        num_slots = max(1, math.ceil(cache_share * placement.num_layers * placement.rows_per_rank))
+        link = self._link(link_bytes_per_s)
         self.memory = memory_of(device, memory_bytes)
+        self.memory.claim("the model", _bytes_without_experts(model, self._modules))
         self.cache = SlotCache(
             slab=self.slab,
             policy=EvictionPolicy(
@@ -85,17 +97,29 @@ class ParallelModel:
                 top_k=self.shape.top_k,
                 share=cache_share,
             ),
-            link=self._link(link_bytes_per_s),
-            num_slots=max(1, math.ceil(cache_share * num_rows)),
+            link=link,
+            num_slots=num_slots,
             blob_bytes=self.layout.num_bytes,
             device=device,
             prefetch_share=PREFETCH_SHARE if prefetch else 0.0,
+            stream_from=measure_crossover(
+                slab=self.slab,
+                layout=self.layout,
+                module=self._modules[0],
+                link=link,
+                device=device,
+                num_slots=num_slots,
+                num_experts=self.shape.num_experts,
+                hidden_size=self.shape.hidden_size,
+                dtype=model.dtype,
+            ),
             memory=self.memory,
         )
         self.spoiled = SpoiledTokens(watch=host_budget is not None)
         self.relief = Relief(self.cache, self.memory, least=self.shape.top_k)
         self.table = RoutingTable(placement=placement, topology=topology, rank=rank, top_k=self.shape.top_k)
         self._layers: list[ExpertLayer] = []
+        self._is_warm = False
 
     def _link(self, bytes_per_s: float | None) -> Link:
         if bytes_per_s is None:
@@ -134,6 +158,23 @@ class ParallelModel:
         ]
         take_over(self.model, list(self._layers))
         self.model.to(self._device)
+
+    def warm_up(self) -> None:
+        """Touch every kernel, once, and fill the slots with the hottest experts of the placement's tiers. No other rank
+        takes part. What is in slots already stays."""
+        with torch.no_grad():
+            if not self._is_warm:
+                for num_tokens in WARM_UP_TOKENS:
+                    self._layers[0].touch(num_tokens)
+                    self._touch_rest(num_tokens)
+                self._is_warm = True
+            self.cache.warm_up(hottest_first(self.table.placement, self.table.rank))
+
+    def _touch_rest(self, num_tokens: int) -> None:
+        """The model's own kernels: attention, norms, routers, head."""
+        take_over(self.model, [lambda hidden, experts, weights: torch.zeros_like(hidden)] * len(self._layers))
+        self.model(torch.zeros((1, num_tokens), dtype=torch.int64, device=self._device))
+        take_over(self.model, list(self._layers))
 
     def reserve_kv_cache(self, tokens: int) -> None:
         """Have room for a KV cache of so many tokens; the slots give way. Raises torch.OutOfMemoryError."""

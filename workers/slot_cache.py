@@ -64,7 +64,7 @@ class SlotCache:
         prefetch_share: float = PREFETCH_SHARE,
         memory: Memory | None = None,
     ) -> None:
-        self.counters = CacheCounters()
+        self.counters = CacheCounters(stream_from=stream_from)
         self.generation = 0
         self._slab = slab
         self._policy = policy

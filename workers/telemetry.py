@@ -19,7 +19,7 @@ FINE, LOW, VERY_LOW = 0, 1, 2
 class CacheCounters:
     """How often an expert that a step needed was in a slot already, and what was copied, waited for and evicted.
 
-    reliefs: times that room was made because memory was short.
+    stream_from: with so many missing, a layer streams. reliefs: times that room was made because memory was short.
     stall_s: what the computing thread waited for copies (on a GPU the stream waits, not the thread).
     window_*: lookups since the hit rate was last looked at. low_windows: so many in a row were below 80%.
     alarm: 0, 1 after three such windows in a row, 2 if the last was below 50%; each is logged once, until hits are
@@ -36,6 +36,7 @@ class CacheCounters:
     prefetch_wasted_bytes: int = 0
     streamed_layers: int = 0
     reliefs: int = 0
+    stream_from: int = 0
     resizes: int = 0
     stall_s: float = 0.0
     window_lookups: int = 0

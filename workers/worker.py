@@ -189,6 +189,8 @@ class ExpertWorker:
     def serve(self, placement: Placement, topology: Topology, rank: int) -> None:
         """Serve a placement with the ranks that were met, as `rank` of topology. Experts it does not need are freed.
 
+        When it returns, kernels are touched and the hot experts are in slots.
+
         Raises MigrationError where one is missing.
         """
         with self._membership:
@@ -208,6 +210,7 @@ class ExpertWorker:
             self._desk = self._new_desk()
             self._parallel.attach(met.data, self._recorder, self._clock)
             self._parallel.reserve_kv_cache(self._options.kv_page_size * self._options.kv_pages)
+            self._parallel.warm_up()
             steps = ServingSteps(
                 parallel=self._parallel,
                 epochs=self._epochs,
