@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,7 +15,6 @@ from workers.options import WorkerOptions
 from workers.recorder import RecorderOptions
 
 HISTORY_FILE = "history.sqlite"
-AUTO_CACHE_SHARE = 0.4
 
 
 class _Strict(BaseModel):
@@ -43,14 +42,16 @@ class RayConfig(_Strict):
 class WorkerConfig(_Strict):
     """See workers.options.WorkerOptions for what each key means.
 
-    cache_share 'auto': as many slots as memory leaves room for, by the arithmetic of `moetis fit`. memory_gb: what a
-    rank may use of its device, in 10^9 bytes; if absent, all of a GPU, and as much as it takes on CPUs.
+    slots 'auto': as many as memory leaves room for, by the arithmetic of `moetis fit`; cache_share counts for nothing
+    then. memory_gb: what a rank may use of its device, in 10^9 bytes; if absent, all of a GPU, and as much as it takes
+    on CPUs.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     expert_precision: Precision = Field(default=Precision.STORED, strict=False)
-    cache_share: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = 0.4
+    cache_share: float = Field(default=0.4, gt=0, le=1)
+    slots: Literal["auto"] | None = None
     prefetch: bool = True
     memory_gb: float | None = Field(default=None, gt=0)
     host_slab_rows: float = Field(default=2.0, ge=1)
@@ -159,10 +160,8 @@ class ClusterConfig(_Strict):
                 max_bytes=int(recorder.max_mb * 1e6),
             ),
             migration_bytes_per_s=None if self.rebalance.max_mb_per_s is None else self.rebalance.max_mb_per_s * 1e6,
-            # What 'auto' comes to is known once the device is (`cluster.sizing`).
-            cache_share=AUTO_CACHE_SHARE if workers.cache_share == "auto" else workers.cache_share,
             memory_bytes=None if workers.memory_gb is None else workers.memory_gb * 1e9,
-            **workers.model_dump(exclude={"host", "interface", "cache_share", "memory_gb"}),
+            **workers.model_dump(exclude={"host", "interface", "slots", "memory_gb"}),
         )
 
 

@@ -1,4 +1,4 @@
-"""How many slots a rank gets where the configuration leaves that to Moetis (`workers.cache_share: auto`)."""
+"""How many slots a rank gets where the configuration leaves that to Moetis (`workers.slots: auto`)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def sized_options(config: ClusterConfig, topology: Topology, device: str, note: 
     """
     workers = config.workers
     options = replace(config.worker_options(), device=device)
-    if workers.cache_share != "auto":
+    if workers.slots != "auto":
         return options
     if workers.memory_gb is None and device != "cuda":
-        raise ConfigError("workers.cache_share is 'auto' on CPUs: say with workers.memory_gb what a rank may use")
+        raise ConfigError("workers.slots is 'auto' on CPUs: say with workers.memory_gb what a rank may use")
     memory = topology.device.gpu_memory * GPU_SHARE if workers.memory_gb is None else workers.memory_gb * 1e9
     model = read_checkpoint(config.model)
     dtype = "float32" if workers.dtype == "auto" and device != "cuda" else workers.dtype

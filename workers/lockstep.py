@@ -114,16 +114,15 @@ class LockstepManager(ContinuousBatchingManager):
         io = batch_processor.inputs_and_outputs
         num_tokens = io.num_q_tokens
         self._hooks.begin_step(io.requests_in_batch, io.input_ids[:num_tokens], io.position_ids[:num_tokens])
-        retries, self._retries = self._retries, False
+        self._retries = False
         try:
             self._generation_step()
         except torch.OutOfMemoryError as error:
             # Step on with the others, and take the same batch again in the next step: nothing of it was used up.
             self._join(batch_processor)
-            if retries or not self._hooks.make_room(str(error)):
+            self._retries = self._hooks.make_room(str(error))
+            if not self._retries:
                 batch_processor.handle_batch_error(error)
-            else:
-                self._retries = True
             return
         except (RuntimeError, ValueError, LookupError) as error:
             # The batch is lost but the other ranks are in the middle of the step: walk through its layers with them.

@@ -1,4 +1,4 @@
-"""Relief: when memory is short, prefetching stops, the expert cache shrinks, and what failed is tried once more.
+"""Relief: when memory is short, prefetching stops, the expert cache shrinks, and what failed is tried again.
 
 The cache grows back by itself, step by step, once there has been room for a while; after a setback it waits longer.
 Everything here runs on the serving thread, at moments when no slot is held.
@@ -36,15 +36,16 @@ class Relief:
         self._quiet_steps = 0
 
     def attempt(self, work: Callable[[], Result]) -> Result:
-        """Do it; where memory is short make room, and do it once more. Raises torch.OutOfMemoryError if that fails."""
-        try:
-            return work()
-        except torch.OutOfMemoryError as error:
-            reason = str(error)
-        # Not in the handler: until it is left, the traceback keeps the failed attempt's tensors.
-        if not self.make_room(reason):
-            raise torch.OutOfMemoryError(reason)
-        return work()
+        """Do it; where memory is short make room and do it again, as long as there is room to be made. Raises
+        torch.OutOfMemoryError where that does not suffice."""
+        while True:
+            try:
+                return work()
+            except torch.OutOfMemoryError as error:
+                reason = str(error)
+            # Not in the handler: until it is left, the traceback keeps the failed attempt's tensors.
+            if not self.make_room(reason):
+                raise torch.OutOfMemoryError(reason)
 
     def make_room(self, reason: str) -> bool:
         """Drop the region of prefetches and a quarter of the slots; False where nothing is left to give."""
@@ -61,7 +62,7 @@ class Relief:
         cache.counters.reliefs += 1
         logger.warning(
             "memory is short (%s): the expert cache goes from %d to %d slots, nothing is fetched ahead, and what "
-            "failed is tried once more; it grows back when there is room",
+            "failed is tried again; it grows back when there is room",
             reason.splitlines()[0][:200],
             before,
             after,
@@ -70,16 +71,9 @@ class Relief:
 
     def reserve(self, what: str, num_bytes: int) -> None:
         """Make room for something that comes once, such as the KV cache. Raises torch.OutOfMemoryError."""
-        while True:
-            try:
-                if self._memory.free_bytes() < num_bytes and self.make_room(f"{what} needs {num_bytes} bytes"):
-                    continue
-                self._memory.claim(what, num_bytes)
-                return
-            except torch.OutOfMemoryError as error:
-                reason = str(error)
-            if not self.make_room(reason):
-                raise torch.OutOfMemoryError(reason)
+        while self._memory.free_bytes() < num_bytes and self.make_room(f"{what} needs {num_bytes} bytes"):
+            continue
+        self._memory.claim(what, num_bytes)
 
     def end_step(self) -> None:
         """A step is over: grow back by a part, if there was room for long enough."""

@@ -47,6 +47,8 @@ LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 32, 4, 32, 16
 BATCHES = (0, 1, 1, 1, 2, 5, 8, 32, 200)
 LINK_BYTES_PER_S = 4e8
 DEADLOCK_S = 60.0
+# The largest batch's claim, and two slots.
+LEAST_BYTES = 200 * TOP_K * 64 + 2 * 6400
 GROWTH_LIMIT_MB = 64.0
 
 
@@ -165,7 +167,7 @@ class Soak:
                 self.events["forced evictions"] += 1
         elif draw < 0.13:
             # Others take nearly all that is free.
-            self.memory.limit_bytes = self.cache.num_bytes + self.random.randint(0, 2000)
+            self.memory.limit_bytes = max(self.cache.num_bytes, LEAST_BYTES) + self.random.randint(0, 2000)
             self.events["memory short"] += 1
         elif draw < 0.18:
             self.memory.limit_bytes = float("inf")

@@ -1,4 +1,4 @@
-"""`cache_share: auto`: the slots that memory leaves room for, and a refusal with the sum where there is none."""
+"""`slots: auto`: the slots that memory leaves room for, and a refusal with the sum where there is none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _config(**workers: Any) -> ClusterConfig:
             "topology": "2x2",
             "slots_per_rank": 10,
             "run_dir": "runs/never",
-            "workers": {"cache_share": "auto"} | workers,
+            "workers": {"slots": "auto"} | workers,
         },
         source="test",
     )
@@ -75,5 +75,5 @@ def test_fewer_slots_than_a_token_needs_are_a_warning() -> None:
 
 
 def test_a_share_that_is_given_is_taken_as_it_is() -> None:
-    options = sized_options(_config(cache_share=0.25), TOPOLOGY, "cpu", lambda text: None)
+    options = sized_options(_config(cache_share=0.25, slots=None), TOPOLOGY, "cpu", lambda text: None)
     assert (options.cache_share, options.memory_bytes) == (0.25, None)

@@ -45,13 +45,15 @@ def _cache(memory: CountedMemory) -> SlotCache:
     )
 
 
-def test_what_failed_is_tried_once_more_with_fewer_slots(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_failed_is_tried_again_with_fewer_slots(caplog: pytest.LogCaptureFixture) -> None:
     memory = CountedMemory(10 * BLOB)
     cache = _cache(memory)
     relief = Relief(cache, memory, least=2)
     relief.attempt(lambda: memory.claim("a layer", 4 * BLOB))
     assert (cache.num_slots, cache.prefetch_slots, cache.counters.reliefs) == (6, 0, 1)
     assert "from 8 to 6 slots" in caplog.text
+    relief.attempt(lambda: memory.claim("a layer", 7 * BLOB))
+    assert cache.num_slots == 3
     with pytest.raises(torch.OutOfMemoryError):
         relief.attempt(lambda: memory.claim("a layer", 9 * BLOB))
 
