@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cluster.demo import load_prompts
-from cluster.demo_run import DEMO_PROMPTS
+from cluster.text import load_tokenizer
 from placement.baselines import linear_placement
 from placement.topology import load_topology
 from workers.foresight import NextRouter, next_routers
@@ -39,6 +38,7 @@ from workers.seam import experts_modules
 from workers.worker import ExpertWorker
 
 NEW = 48
+PROMPTS = Path(__file__).parents[2] / "configs" / "prompts" / "demo.jsonl"
 
 
 def start(options: WorkerOptions) -> ExpertWorker:
@@ -110,7 +110,9 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         link_bytes_per_s=options.link_gbs * 1e9,
         kv_pages=256,
     )
-    prompts = [prompt.tokens[:64] for prompt in load_prompts(DEMO_PROMPTS, base.model, options.prompts)]
+    tokenizer = load_tokenizer(base.model)
+    texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()[: options.prompts]]
+    prompts = [tuple(tokenizer(text)["input_ids"][:64]) for text in texts]
     figures: dict[str, Any] = {"router_asked_early": foresight(base, prompts), "batches": {}}
     for batch in options.batch:
         figures["batches"][batch] = compare(base, prompts[:batch], options.turns)
