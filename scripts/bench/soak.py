@@ -10,6 +10,7 @@ last. Exit status 1 where something grew, or a request failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from served import Crowd, Served, Wish, demo_prompts, served_demo, stamp
 
 from cluster.answers import answer
@@ -81,14 +83,15 @@ def serve(served: Served, prompts: list[str], seconds: float) -> tuple[float, li
 
 def footprint(served: Served, service: Any) -> dict[str, float]:
     """Of all processes of the cluster: resident MB, open files, threads; how many there are, and how many workers."""
-    family = served.family()
-    return {
-        "rss_mb": sum(process.memory_info().rss for process in family) / 1e6,
-        "open_files": sum(process.num_fds() for process in family),
-        "threads": sum(process.num_threads() for process in family),
-        "processes": len(family),
-        "actors": len(answer(service.members.remote())),
-    }
+    found = {"rss_mb": 0.0, "open_files": 0, "threads": 0, "processes": 0}
+    for process in served.family():
+        # Ray starts and ends a process now and then.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found["rss_mb"] += process.memory_info().rss / 1e6
+            found["open_files"] += process.num_fds()
+            found["threads"] += process.num_threads()
+            found["processes"] += 1
+    return found | {"actors": len(answer(service.members.remote()))}
 
 
 def run(seconds: float, num_turns: int, folder: Path) -> dict[str, Any]:
