@@ -68,11 +68,18 @@ def plain_texts(options: WorkerOptions, wishes: Sequence[tuple[str, int]]) -> li
     longest: dict[str, int] = {}
     for prompt, number in wishes:
         longest[prompt] = max(number, longest.get(prompt, 0))
+    # Prompts of the same length go together, so that none is padded.
+    by_length: dict[int, dict[str, list[int]]] = {}
+    for prompt in longest:
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+        by_length.setdefault(len(ids), {})[prompt] = ids
     written: dict[str, list[int]] = {}
-    for prompt, number in longest.items():
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=device)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=number, do_sample=False)
-        written[prompt] = out[0, ids.shape[1] :].tolist()
+    for length, same in by_length.items():
+        ids_of_all = torch.tensor(list(same.values()), device=device)
+        number = max(longest[prompt] for prompt in same)
+        mask = torch.ones_like(ids_of_all)
+        out = model.generate(ids_of_all, attention_mask=mask, max_new_tokens=number, do_sample=False)
+        written.update(zip(same, out[:, length:].tolist(), strict=True))
     return [tokenizer.decode(written[prompt][:number], skip_special_tokens=True) for prompt, number in wishes]
 
 

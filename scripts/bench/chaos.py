@@ -156,7 +156,7 @@ def run(number: int, seed: int, folder: Path) -> dict[str, Any]:
                 time.sleep(0.05)
             trouble.make(kind)
         crowd.join()
-        seconds = time.monotonic() - start
+        seconds, measured_at = time.monotonic() - start, stamp()
     plain = plain_texts(served.config.worker_options(), [(wish.prompt, wish.tokens) for wish in wishes])
     expected = dict(zip((wish.name for wish in wishes), plain, strict=True))
     errors = {one.wish.name: one.error for one in crowd.told if one.error is not None}
@@ -173,7 +173,7 @@ def run(number: int, seed: int, folder: Path) -> dict[str, Any]:
         "normal_step_s": step_s,
         "pauses": {kind: summary(gaps, step_s) for kind, gaps in found.items()},
         "trouble": trouble.said,
-        **stamp(),
+        **measured_at,
     }
 
 
