@@ -28,7 +28,7 @@ from workers.links import link_for
 from workers.slot_cache import SlotCache
 
 PRECISION = 0.73
-STEPS = {1: 60, 8: 30, 32: 16} if CUDA else {1: 4}
+STEPS = {1: 40, 8: 20, 32: 12} if CUDA else {1: 4}
 TURNS = 6
 
 
@@ -115,6 +115,19 @@ def compare(bench: Bench, batch: int, share: float) -> None:
     cache.close()
 
 
+def write(options: argparse.Namespace, bench: Bench) -> None:
+    if options.out is None:
+        return
+    result = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": torch.cuda.get_device_name() if CUDA else "CPU, software link",
+        "commit": options.commit,
+        "torch": torch.__version__,
+        "rows": bench.rows,
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
@@ -141,16 +154,7 @@ def main() -> None:
         for batch in STEPS:
             for share in (0.25, 0.5):
                 compare(bench, batch, share)
-    if options.out is not None:
-        machine = torch.cuda.get_device_name() if CUDA else "CPU, software link"
-        result = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": machine,
-            "commit": options.commit,
-            "torch": torch.__version__,
-            "rows": bench.rows,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+                write(options, bench)
 
 
 if __name__ == "__main__":
