@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from placement.errors import ConfigError
 from placement.fit.precision import Precision
 from placement.topology import first_problem
-from workers.options import WorkerOptions
-from workers.recorder import RecorderOptions
+from workers.options import RecorderOptions, WorkerOptions
 
 HISTORY_FILE = "history.sqlite"
 

@@ -1,4 +1,4 @@
-"""What a worker is told when it is made."""
+"""What a worker is told when it is made. No torch here: commands that only read a configuration start at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from placement.fit.precision import Precision
-from workers.recorder import RecorderOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecorderOptions:
+    """folder None records nothing. rate is the share of steps kept; the others are limits."""
+
+    folder: Path | None
+    rate: float = 1.0
+    ring_tokens: int = 65_536
+    segment_tokens: int = 16_384
+    max_bytes: int = 256_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

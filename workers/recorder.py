@@ -19,19 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from placement.trace import RoutingTrace, concatenate, write_segment
+from workers.options import RecorderOptions
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecorderOptions:
-    """folder None records nothing. rate is the share of steps kept; the others are limits."""
-
-    folder: Path | None
-    rate: float = 1.0
-    ring_tokens: int = 65_536
-    segment_tokens: int = 16_384
-    max_bytes: int = 256_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

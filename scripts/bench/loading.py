@@ -55,8 +55,7 @@ def load_one(folder: Path, how: str, ranks: int) -> dict[str, float]:
     from placement.baselines import linear_placement
     from workers.expert_source import ModuleExperts
     from workers.loading import fill_slab, load_model, load_share, shape_of
-    from workers.options import WorkerOptions
-    from workers.recorder import RecorderOptions
+    from workers.options import RecorderOptions, WorkerOptions
 
     options = WorkerOptions(model=folder, recorder=RecorderOptions(folder=None), dtype="bfloat16")
     before = _private_bytes()

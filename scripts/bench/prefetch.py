@@ -31,8 +31,7 @@ from placement.baselines import linear_placement
 from placement.topology import load_topology
 from workers.foresight import NextRouter, next_routers
 from workers.loading import load_model, shape_of
-from workers.options import WorkerOptions
-from workers.recorder import RecorderOptions
+from workers.options import RecorderOptions, WorkerOptions
 from workers.requests import GenerationRequest
 from workers.seam import experts_modules
 from workers.worker import ExpertWorker

@@ -41,8 +41,7 @@ from placement.plan import plan_placement
 from placement.stepcounts import StepCounts, count_steps
 from placement.topology import Topology, load_topology
 from placement.trace import RoutingTrace, load_trace
-from workers.options import WorkerOptions
-from workers.recorder import RecorderOptions
+from workers.options import RecorderOptions, WorkerOptions
 from workers.requests import GenerationRequest
 from workers.worker import ExpertWorker
 

@@ -110,6 +110,12 @@ def test_help_names_every_command_and_starts_no_ray() -> None:
         assert name in text
 
 
+def test_commands_beside_a_running_cluster_start_without_torch() -> None:
+    code = "import sys, cluster.rebalance, cluster.scale, cluster.history_view; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def _bad(folder: Path) -> dict[str, tuple[list[str], str]]:
     """Name -> arguments, and what must be said. {trace} and {plan} are good ones."""
     (folder / "empty.npz").write_bytes(b"")

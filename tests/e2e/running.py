@@ -17,8 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
-from workers.options import WorkerOptions
-from workers.recorder import RecorderOptions
+from workers.options import RecorderOptions, WorkerOptions
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300

@@ -15,8 +15,7 @@ from placement.core import Placement
 from placement.migration import plan_migration
 from placement.topology import load_topology
 from tests.workers.ranks import run_ranks
-from workers.options import WorkerOptions
-from workers.recorder import RecorderOptions
+from workers.options import RecorderOptions, WorkerOptions
 from workers.requests import GenerationRequest
 from workers.worker import ExpertWorker
 

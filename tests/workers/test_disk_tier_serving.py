@@ -20,8 +20,7 @@ from tests.workers.ranks import run_ranks
 from workers.events import FAILED, FINISHED
 from workers.filling import tiers_on
 from workers.loading import fill_slab, load_share
-from workers.options import WorkerOptions
-from workers.recorder import RecorderOptions
+from workers.options import RecorderOptions, WorkerOptions
 from workers.requests import GenerationRequest
 from workers.worker import ExpertWorker
 

@@ -16,8 +16,7 @@ from placement.core import ExpertId
 from placement.errors import ConfigError
 from workers.expert_source import CheckpointExperts, ModuleExperts, keeps_experts_apart
 from workers.loading import load_model, load_share
-from workers.options import WorkerOptions
-from workers.recorder import RecorderOptions
+from workers.options import RecorderOptions, WorkerOptions
 from workers.shards import open_shards
 
 CPU = torch.device("cpu")

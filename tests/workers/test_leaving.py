@@ -18,9 +18,8 @@ from placement.errors import ExchangeError, StaleEpochError
 from placement.topology import load_topology
 from tests.workers.ranks import run_ranks
 from workers.loading import load_model
-from workers.options import WorkerOptions
+from workers.options import RecorderOptions, WorkerOptions
 from workers.peers import Rendezvous
-from workers.recorder import RecorderOptions
 from workers.requests import GenerationRequest
 from workers.worker import ExpertWorker
 

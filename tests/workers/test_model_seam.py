@@ -19,8 +19,9 @@ from placement.core import Placement
 from placement.topology import load_topology
 from tests.workers.ranks import meet, run_ranks
 from workers import peers
+from workers.options import RecorderOptions
 from workers.parallel_model import ParallelModel
-from workers.recorder import Recorder, RecorderOptions
+from workers.recorder import Recorder
 from workers.step_clock import StepClock
 
 COMMON: dict[str, Any] = {

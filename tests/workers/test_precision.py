@@ -18,9 +18,8 @@ from placement.fit.sizing import expert_sizes
 from scripts.bench.precision import compare
 from workers.blob import BlobField
 from workers.loading import load_share
-from workers.options import WorkerOptions
+from workers.options import RecorderOptions, WorkerOptions
 from workers.precision import LARGEST, dequantise, quantise
-from workers.recorder import RecorderOptions
 
 DEMO = Path(__file__).parents[2] / "configs" / "models" / "demo"
 OPTIONS = WorkerOptions(model=DEMO, recorder=RecorderOptions(folder=None), dtype="bfloat16")

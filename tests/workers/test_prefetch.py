@@ -15,9 +15,8 @@ from placement.topology import load_topology
 from tests.workers.test_model_seam import CONFIGS
 from workers.foresight import next_routers
 from workers.loading import load_model, shape_of
-from workers.options import WorkerOptions
+from workers.options import RecorderOptions, WorkerOptions
 from workers.prefetch import ENOUGH, PAUSE_CALLS, TRIAL_EVERY, LinkRoom, PrefetchJudge, PrefetchTrial
-from workers.recorder import RecorderOptions
 from workers.requests import GenerationRequest
 from workers.seam import experts_modules
 from workers.worker import ExpertWorker

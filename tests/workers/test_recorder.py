@@ -9,7 +9,8 @@ import torch
 
 from placement.errors import TraceError
 from placement.trace import load_trace
-from workers.recorder import Recorder, RecorderOptions, StepTokens
+from workers.options import RecorderOptions
+from workers.recorder import Recorder, StepTokens
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
 

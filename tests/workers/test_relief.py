@@ -18,8 +18,7 @@ from workers.host_slab import HostSlab
 from workers.links import DirectLink
 from workers.loading import load_model
 from workers.memory import CountedMemory
-from workers.options import WorkerOptions
-from workers.recorder import RecorderOptions
+from workers.options import RecorderOptions, WorkerOptions
 from workers.relief import Relief
 from workers.requests import GenerationRequest
 from workers.slot_cache import SlotCache

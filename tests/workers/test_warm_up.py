@@ -12,8 +12,7 @@ from placement.core import ExpertId, Tier
 from placement.tiers import hottest_first
 from placement.topology import load_topology
 from workers.crossover import SIZES, choose_crossover
-from workers.options import WorkerOptions
-from workers.recorder import RecorderOptions
+from workers.options import RecorderOptions, WorkerOptions
 from workers.worker import ExpertWorker
 
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "demo"

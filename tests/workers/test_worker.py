@@ -18,8 +18,7 @@ from placement.trace import load_trace
 from tests.workers.ranks import run_ranks
 from workers.events import CANCELLED, FAILED, FINISHED
 from workers.loading import load_model
-from workers.options import WorkerOptions
-from workers.recorder import RecorderOptions
+from workers.options import RecorderOptions, WorkerOptions
 from workers.requests import GenerationRequest
 from workers.worker import ExpertWorker
 
