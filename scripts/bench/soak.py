@@ -1,8 +1,9 @@
 """Soak: the demo's traffic through the gateway for a while, in turns without and with rebalancing.
 
-Prints a table and writes JSON: tokens per second without (the baseline) and with rebalancing every few seconds, the
-recorder's share of step time, and how memory, open files, threads, processes and actors grew from the first turn to the
-last. Exit status 1 where something grew, or a request failed.
+Prints a table and writes JSON: tokens per second without rebalancing (the baseline), with a look for drift every few
+seconds (as `moetis rebalance --drift --every 5s`), and with a plan made every few seconds whether it has drifted or not;
+the recorder's share of step time; and how memory, open files, threads, processes and actors grew from the first turn to
+the last. Exit status 1 where something grew, or a request failed.
 
     python scripts/bench/soak.py --seconds 300 --out docs/measured/soak.json
 """
@@ -10,6 +11,7 @@ last. Exit status 1 where something grew, or a request failed.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import itertools
 import json
@@ -31,33 +33,38 @@ from placement.errors import MoetisError
 
 AT_A_TIME, NEW = 16, 48
 REBALANCE_EVERY_S = 5.0
+OFF, BY_DRIFT, ALWAYS = "off", "by drift", "always"
 # What may be there at the end beyond the first turn's: pools of threads and connections fill as they are used.
 MOST = {"rss_mb": 1.1, "open_files": 1.1, "threads": 1.2, "processes": 1.0, "actors": 1.0}
 
 
 class Rebalancer:
-    """Asks for a rebalance every few seconds while it is on; the gate decides."""
+    """Looks for drift every few seconds, or asks for a plan without looking; the gate decides."""
 
-    def __init__(self, service: Any) -> None:
+    def __init__(self, service: Any, kind: str) -> None:
         self._service = service
+        self._kind = kind
         self._off = threading.Event()
-        self._thread = threading.Thread()
+        self._thread = threading.Thread(target=self._run)
         self.decisions: list[str] = []
 
-    def start(self) -> None:
-        self._off.clear()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+    def __enter__(self) -> Rebalancer:
+        if self._kind != OFF:
+            self._thread.start()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self._off.set()
-        if self._thread.ident is not None:
+        if self._kind != OFF:
             self._thread.join()
 
     def _run(self) -> None:
         while not self._off.wait(REBALANCE_EVERY_S):
             try:
-                self.decisions.append(answer(self._service.rebalance.remote()).decision)
+                if self._kind == BY_DRIFT and not answer(self._service.drift.remote()).due:
+                    self.decisions.append("no drift")
+                else:
+                    self.decisions.append(answer(self._service.rebalance.remote()).decision)
             except MoetisError as error:
                 self.decisions.append(f"failed: {error}")
 
@@ -95,28 +102,26 @@ def footprint(served: Served, service: Any) -> dict[str, float]:
 
 
 def run(seconds: float, num_turns: int, folder: Path) -> dict[str, Any]:
-    rates: dict[str, list[float]] = {"off": [], "on": []}
+    rates: dict[str, list[float]] = {OFF: [], BY_DRIFT: [], ALWAYS: []}
+    decisions: dict[str, list[str]] = {OFF: [], BY_DRIFT: [], ALWAYS: []}
     footprints, errors = [], []
     with served_demo(folder) as served, joined_service(served.config) as service:
         prompts = demo_prompts(served.config)
-        rebalancer = Rebalancer(service)
         serve(served, prompts, seconds / num_turns / 2)
-        for turn in range(num_turns):
-            kind = "on" if turn % 2 else "off"
-            if kind == "on":
-                rebalancer.start()
-            rate, wrong = serve(served, prompts, seconds / num_turns)
-            rebalancer.stop()
+        for _, kind in zip(range(num_turns), itertools.cycle(rates), strict=False):
+            with Rebalancer(service, kind) as rebalancer:
+                rate, wrong = serve(served, prompts, seconds / num_turns)
             rates[kind].append(rate)
+            decisions[kind] += rebalancer.decisions
             errors += wrong
             footprints.append(footprint(served, service))
         statuses = answer(service.statuses.remote())
     first, last = footprints[0], footprints[-1]
     return {
         "seconds": seconds,
-        "tokens_per_s": {kind: statistics.median(found) for kind, found in rates.items()},
+        "tokens_per_s": {kind: statistics.median(found) for kind, found in rates.items() if found},
         "turns": rates,
-        "decisions": rebalancer.decisions,
+        "decisions": decisions,
         "errors": errors,
         "recorder_share": max(status.recorder["record_s"] / status.step_s for status in statuses),
         "footprints": footprints,
@@ -127,8 +132,10 @@ def run(seconds: float, num_turns: int, folder: Path) -> dict[str, Any]:
 
 def show(figures: dict[str, Any]) -> None:
     rates = figures["tokens_per_s"]
-    print(f"tokens/s: {rates['off']:.0f} with rebalancing off, {rates['on']:.0f} on ({rates['on'] / rates['off']:.2f})")
-    print(f"decisions: {figures['decisions']}; recorder: {figures['recorder_share']:.2%} of step time")
+    for kind, rate in rates.items():
+        decided = collections.Counter(figures["decisions"][kind])
+        print(f"rebalancing {kind:9} {rate:7.0f} tokens/s ({rate / rates[OFF]:.2f}) {dict(decided) or ''}")
+    print(f"recorder: {figures['recorder_share']:.2%} of step time")
     print(f"errors: {len(figures['errors'])}; grew beyond what is allowed: {figures['grew'] or 'nothing'}")
     for name, first in figures["footprints"][0].items():
         print(f"{name:12} {first:10.0f} -> {figures['footprints'][-1][name]:10.0f}")
@@ -137,7 +144,7 @@ def show(figures: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--turns", type=int, default=6, help="half of them with rebalancing")
+    parser.add_argument("--turns", type=int, default=6, help="a third of them each without, by drift, always")
     parser.add_argument("--out", type=Path, default=None, help="write the figures as JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="moetis-soak-") as folder:

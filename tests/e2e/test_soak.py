@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def test_serving_and_rebalancing_leave_no_process_and_no_file_open(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
     done = subprocess.run(
-        [sys.executable, "scripts/bench/soak.py", "--seconds", "20", "--turns", "2", "--out", str(out)],
+        [sys.executable, "scripts/bench/soak.py", "--seconds", "21", "--turns", "3", "--out", str(out)],
         cwd=ROOT,
         env=own_environment(tmp_path) | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -28,6 +28,7 @@ def test_serving_and_rebalancing_leave_no_process_and_no_file_open(tmp_path: Pat
     assert out.exists(), done.stderr
     found = json.loads(out.read_text())
     assert found["errors"] == []
-    assert {"applied", "left"} >= set(found["decisions"])
+    decided = {decision for decisions in found["decisions"].values() for decision in decisions}
+    assert decided <= {"applied", "left", "no drift"}
     # Memory of so short a run is still filling its buffers: `--seconds 300` is for that.
     assert set(found["grew"]) <= {"rss_mb"}, found["footprints"]
