@@ -1,7 +1,7 @@
 """Soak: the demo's traffic through the gateway for a while, in turns without and with rebalancing.
 
 Prints a table and writes JSON: tokens per second without rebalancing (the baseline), with a look for drift every few
-seconds (as `moetis rebalance --drift --every 5s`), and with a plan made every few seconds whether it has drifted or not;
+seconds (as `moetis rebalance --drift --every 5s`), and with a plan every few seconds whether it has drifted or not;
 the recorder's share of step time; and how memory, open files, threads, processes and actors grew from the first turn to
 the last. Exit status 1 where something grew, or a request failed.
 
