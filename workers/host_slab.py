@@ -16,14 +16,15 @@ import torch
 from placement.core import ExpertId
 from placement.errors import MigrationError
 from workers.links import Arrival
+from workers.offers import NOTHING, Offer
 from workers.pinning import host_memory
 
 
 class HostSlab:
     """[capacity, blob_bytes] uint8 in host memory, and which expert lies in which row. Safe to use from threads."""
 
-    def __init__(self, *, capacity: int, blob_bytes: int, pin: bool = False) -> None:
-        self._blobs = host_memory(capacity, blob_bytes, pin=pin)
+    def __init__(self, *, capacity: int, blob_bytes: int, pin: bool = False, blobs: torch.Tensor | None = None) -> None:
+        self._blobs = host_memory(capacity, blob_bytes, pin=pin) if blobs is None else blobs
         self._free = list(range(capacity - 1, -1, -1))
         self._rows: dict[ExpertId, int] = {}
         self._claimed: dict[ExpertId, int] = {}
@@ -110,6 +111,17 @@ class HostSlab:
     def figures(self) -> dict[str, float]:
         """What there is to say beside the cache's own counters."""
         return {}
+
+    def offer(self, expert: ExpertId) -> Offer:
+        """Where another process can find an expert's blob, which stays there until it gives it back; NOTHING if so."""
+        return NOTHING
+
+    def withdraw(self, offer: Offer) -> None:
+        """The offer was not taken."""
+
+    def adopt(self, expert: ExpertId, offer: Offer, digest: bytes) -> bool:
+        """Own an expert where it lies, if it can be seen from here and has this checksum."""
+        return False
 
     def add(self, expert: ExpertId, blob: torch.Tensor) -> None:
         self.claim(expert).copy_(blob)

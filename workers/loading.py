@@ -26,6 +26,7 @@ from workers.host_slab import HostSlab
 from workers.options import WorkerOptions
 from workers.seam import drop_expert_weights, experts_modules, num_experts_of
 from workers.shards import open_shards
+from workers.shared_slab import shared_slab
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ def fill_slab(
         return fill_tiered(
             experts, placement, rank=rank, capacity=rows, budget_bytes=budget_bytes, disk_path=disk_path, pin=pin
         )
-    slab = HostSlab(capacity=rows, blob_bytes=experts.layout.num_bytes, pin=pin)
+    slab = shared_slab(capacity=rows, blob_bytes=experts.layout.num_bytes, pin=pin)
     for expert in sorted(placement.experts_on(rank)):
         experts.read(expert, slab.claim(expert))
         slab.publish(expert)

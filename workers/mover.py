@@ -1,24 +1,37 @@
 """The mover: this rank's part in copying experts between ranks, beside the serving traffic.
 
 A round gives each rank one peer at most. Both ends walk the round's moves in the same order, so each knows whether it
-sends or receives next. A message is an epoch, a checksum and a blob: it counts only where the receiver waits for that
-very epoch and has checked the blob.
+sends or receives next. First comes a head: an epoch, a checksum, and where the blob lies. The receiver answers: it
+takes the blob where it lies, if both are on one machine, or has it sent. It counts only where the receiver waits for
+that very epoch and has checked the blob.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 
 from placement.errors import DiskError, ExchangeError, MigrationError, StaleEpochError
 from placement.migration import Move
 from workers.host_slab import HostSlab, checksum
+from workers.offers import Offer
 from workers.peers import Group
 
 EPOCH_BYTES, CHECKSUM_BYTES = 8, 16
-HEAD_BYTES = EPOCH_BYTES + CHECKSUM_BYTES
+OFFER_AT = EPOCH_BYTES + CHECKSUM_BYTES
+HEAD_BYTES = OFFER_AT + Offer.NUM_BYTES
+
+
+class Answer(IntEnum):
+    """What the receiver says to a head: it has it already, has taken it where it lies, wants it sent, wants it not."""
+
+    REFUSED = 0
+    HAVE = 1
+    TAKEN = 2
+    SEND = 3
 
 
 class Mover:
@@ -54,14 +67,26 @@ class Mover:
         return received
 
     def _send(self, epoch: int, move: Move) -> None:
-        self._keep_pace()
         try:
             with self._slab.holding(move.expert) as blob:
-                head = epoch.to_bytes(EPOCH_BYTES, "big") + checksum(blob)
-                message = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), blob])
+                self._hand_over(epoch, move, blob)
         except (KeyError, DiskError) as error:
             raise MigrationError(f"rank {self._rank} has no copy of {move.expert} to send: {error}") from error
-        self._group.send(message, move.target.rank)
+
+    def _hand_over(self, epoch: int, move: Move, blob: torch.Tensor) -> None:
+        offer = self._slab.offer(move.expert)
+        head = epoch.to_bytes(EPOCH_BYTES, "big") + checksum(blob) + offer.pack()
+        self._group.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), move.target.rank)
+        said = torch.zeros(1, dtype=torch.uint8)
+        self._group.receive(said, move.target.rank)
+        answer = Answer(int(said))
+        if answer is not Answer.TAKEN:
+            self._slab.withdraw(offer)
+        if answer is Answer.REFUSED:
+            raise MigrationError(f"rank {move.target.rank} does not move to epoch {epoch}")
+        if answer is Answer.SEND:
+            self._keep_pace()
+            self._group.send(blob, move.target.rank)
 
     def _keep_pace(self) -> None:
         now = time.monotonic()
@@ -71,17 +96,28 @@ class Mover:
 
     def _receive(self, epoch: int, move: Move) -> int:
         """The bytes that came: none where the expert is here already, as it may be after a move that was broken off."""
-        message = torch.empty(HEAD_BYTES + self._blob_bytes, dtype=torch.uint8)
+        message = torch.empty(HEAD_BYTES, dtype=torch.uint8)
         self._group.receive(message, move.source.rank)
-        head = message[:HEAD_BYTES].numpy().tobytes()
-        theirs = int.from_bytes(head[:EPOCH_BYTES], "big")
+        head = message.numpy().tobytes()
+        theirs, digest = int.from_bytes(head[:EPOCH_BYTES], "big"), head[EPOCH_BYTES:OFFER_AT]
         if theirs != epoch:
+            self._answer(Answer.REFUSED, move)
             raise StaleEpochError(
                 f"rank {self._rank} moves to epoch {epoch}, but rank {move.source.rank} sends for epoch {theirs}"
             )
-        if checksum(message[HEAD_BYTES:]) != head[EPOCH_BYTES:]:
-            raise MigrationError(f"{move.expert} arrived from rank {move.source.rank} with a wrong checksum")
-        if move.expert in self._slab.experts():
+        if self._slab.holds(move.expert):
+            self._answer(Answer.HAVE, move)
             return 0
-        self._slab.add(move.expert, message[HEAD_BYTES:])
+        if self._slab.adopt(move.expert, Offer.unpack(head[OFFER_AT:]), digest):
+            self._answer(Answer.TAKEN, move)
+            return 0
+        self._answer(Answer.SEND, move)
+        blob = torch.empty(self._blob_bytes, dtype=torch.uint8)
+        self._group.receive(blob, move.source.rank)
+        if checksum(blob) != digest:
+            raise MigrationError(f"{move.expert} arrived from rank {move.source.rank} with a wrong checksum")
+        self._slab.add(move.expert, blob)
         return self._blob_bytes
+
+    def _answer(self, answer: Answer, move: Move) -> None:
+        self._group.send(torch.tensor([answer], dtype=torch.uint8), move.source.rank)

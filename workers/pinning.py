@@ -20,14 +20,19 @@ def host_memory(rows: int, row_bytes: int, *, pin: bool) -> torch.Tensor:
     """[rows, row_bytes] uint8, zeroed; pinned where asked and possible. A refusal by CUDA is a warning."""
     if rows == 0:
         return torch.empty((0, row_bytes), dtype=torch.uint8)
-    flat = torch.frombuffer(mmap.mmap(-1, rows * row_bytes), dtype=torch.uint8)
+    return prepare(torch.frombuffer(mmap.mmap(-1, rows * row_bytes), dtype=torch.uint8), row_bytes, pin=pin)
+
+
+def prepare(flat: torch.Tensor, row_bytes: int, *, pin: bool, touch: bool = True) -> torch.Tensor:
+    """Memory as rows [n, row_bytes], zeroed if it is to be touched; pinned as in `host_memory`."""
     parts = torch.split(flat, chunk_rows(row_bytes) * row_bytes)
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
-        # A page belongs to the NUMA node of the thread that touches it first; zeroing lets go of the GIL.
-        list(threads.map(torch.Tensor.zero_, parts))
+    if touch:
+        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+            # A page belongs to the NUMA node of the thread that touches it first; zeroing lets go of the GIL.
+            list(threads.map(torch.Tensor.zero_, parts))
     if pin:
         _register(parts)
-    return flat.view(rows, row_bytes)
+    return flat.view(-1, row_bytes)
 
 
 def chunk_rows(row_bytes: int) -> int:

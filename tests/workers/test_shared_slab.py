@@ -1,0 +1,124 @@
+"""Experts that change their owner without a copy: between real processes, checked, given back, and after a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from placement.core import ExpertId, Slot
+from placement.migration import Move
+from tests.workers.ranks import meet, run_ranks
+from workers.host_slab import HostSlab, checksum
+from workers.mover import Mover
+from workers.offers import NOTHING, Offer
+from workers.shared_slab import LENT_ONE_IN, SharedSlab, shared_slab
+
+BLOB, ROWS = 4096, 16
+FIRST, SECOND = ExpertId(0, 1), ExpertId(0, 2)
+
+
+def _slab(*numbers: int) -> SharedSlab:
+    slab = SharedSlab(capacity=ROWS, blob_bytes=BLOB)
+    for number in numbers:
+        slab.add(ExpertId(0, number), _blob(number))
+    return slab
+
+
+def _blob(number: int) -> torch.Tensor:
+    return torch.full((BLOB,), number, dtype=torch.uint8)
+
+
+def hand_over(rank: int, mail: Any) -> Any:
+    """Rank 0 lends an expert to rank 1, drops it, and is killed; rank 1 serves it on."""
+    groups = meet(rank, mail)
+    slab = _slab(1, 2) if rank == 0 else _slab()
+    mover = Mover(slab, group=groups.bulk, rank=rank, blob_bytes=BLOB)
+    received = mover.copy_round(1, [Move(expert=FIRST, source=Slot(0, 0), target=Slot(1, 0))])
+    if rank == 0:
+        slab.release(FIRST)
+        lent = (slab.num_free, slab.capacity, slab.figures()["rows_lent"])
+        slab.add(ExpertId(0, 9), _blob(9))
+        mail[1].put((os.getpid(), lent))
+        time.sleep(60)
+    process, lent = mail[1].get(timeout=60)
+    found = {"received": received, "lent": lent, "figures": slab.figures(), "segments": _segments()}
+    os.kill(process, signal.SIGKILL)
+    while os.path.exists(f"/proc/{process}/fd"):  # noqa: PTH110
+        if open(f"/proc/{process}/stat").read().split()[2] == "Z":  # noqa: PTH123, SIM115
+            break
+        time.sleep(0.01)
+    found["blob"] = int(slab.blob(FIRST).unique())
+    groups.leave()
+    return found
+
+
+def _segments() -> list[str]:
+    return [name for name in os.listdir("/dev/shm") if "moetis" in name]  # noqa: PTH208
+
+
+def test_an_expert_changes_its_owner_without_a_copy_and_outlives_the_lender() -> None:
+    _, found = run_ranks(hand_over, 2, lost=frozenset({0}))
+    assert found["received"] == 0
+    # Two experts were there and one was dropped, whose row is lent.
+    assert found["lent"] == (ROWS - 2, ROWS - 1, 1)
+    assert found["figures"] == {"experts_adopted": 1, "rows_lent": 0}
+    assert found["segments"] == []
+    assert found["blob"] == 1
+
+
+def test_a_row_is_used_again_only_once_it_was_given_back() -> None:
+    lender, borrower = _slab(1), _slab()
+    assert borrower.adopt(FIRST, lender.offer(FIRST), checksum(_blob(1)))
+    lender.release(FIRST)
+    assert (lender.num_free, borrower.experts()) == (ROWS - 1, {FIRST})
+    for number in range(10, 10 + ROWS - 1):
+        lender.add(ExpertId(0, number), _blob(number))
+    assert borrower.blob(FIRST).equal(_blob(1))
+    borrower.release(FIRST)
+    lender.add(SECOND, _blob(2))
+    assert lender.blob(SECOND).equal(_blob(2))
+
+
+def test_an_expert_with_a_wrong_checksum_is_not_adopted() -> None:
+    lender, borrower = _slab(1), _slab()
+    offer = lender.offer(FIRST)
+    lender.blob(FIRST)[7] += 1
+    assert not borrower.adopt(FIRST, offer, checksum(_blob(1)))
+    assert (borrower.experts(), lender.figures()["rows_lent"]) == (frozenset(), 0)
+
+
+def test_an_offer_from_elsewhere_or_of_nothing_is_not_taken() -> None:
+    lender, borrower = _slab(1), _slab()
+    offer = lender.offer(FIRST)
+    for other in (
+        NOTHING,
+        replace(offer, machine=bytes(16)),
+        replace(offer, process=2**22 + 1),
+        replace(offer, rows=ROWS + 100),
+    ):
+        assert not borrower.adopt(FIRST, other, checksum(_blob(1)))
+    assert Offer.unpack(offer.pack()) == offer
+
+
+def test_only_a_part_of_the_rows_is_lent_and_none_twice() -> None:
+    slab = _slab(*range(1, 9))
+    offers = [slab.offer(ExpertId(0, number)) for number in (1, 1, 2, 3, 4)]
+    assert [offer != NOTHING for offer in offers] == [True, False, True, False, False]
+    assert sum(offer != NOTHING for offer in offers) == ROWS // LENT_ONE_IN
+    slab.withdraw(offers[0])
+    assert slab.offer(ExpertId(0, 3)) != NOTHING
+
+
+def test_without_memory_to_share_experts_lie_in_private_memory(monkeypatch: Any, caplog: Any) -> None:
+    def refuse(name: str) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    slab = shared_slab(capacity=4, blob_bytes=BLOB, pin=False)
+    assert type(slab) is HostSlab
+    assert "experts lie in private memory" in caplog.text

@@ -1,0 +1,204 @@
+"""A host slab that the ranks of one machine share: an expert changes its owner without a copy.
+
+Each rank's rows lie in a file in memory (`memfd`). It has no name, so that nothing is left to unlink however a process
+ends, and it is not counted against `/dev/shm`, which is small in containers. A rank that is to hand an expert on
+*offers* the row; the other opens the file through `/proc`, checks the row against the sender's checksum, and *adopts*
+it.
+A row that is lent is not used again until it is given back; who has it is written behind the rows, in the same file.
+What was adopted stays readable when the lender dies. Ranks that do not see each other (other machines, containers or
+users) copy as ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import os
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from placement.core import ExpertId
+from workers.host_slab import HostSlab, checksum
+from workers.offers import NOTHING, Offer
+from workers.pinning import prepare
+
+logger = logging.getLogger(__name__)
+# Rows that are lent are missed where they lie: at most one in so many, so that migrations still find room.
+LENT_ONE_IN = 8
+FREE, OFFERED = 0, -1
+# Who takes an offer does so at once; one that nobody has taken by then was lost on the way.
+OFFER_STANDS_S = 300.0
+
+
+class SharedSlab(HostSlab):
+    """capacity rows of one's own, and adopted experts in rows of others. Safe to use from threads."""
+
+    def __init__(self, *, capacity: int, blob_bytes: int, pin: bool = False) -> None:
+        self._file = os.memfd_create("moetis-experts")
+        weakref.finalize(self, os.close, self._file)
+        os.ftruncate(self._file, _file_bytes(capacity, blob_bytes))
+        mine = _Rows(self._file, capacity, blob_bytes, pin=pin)
+        super().__init__(capacity=capacity, blob_bytes=blob_bytes, blobs=mine.blobs)
+        self._borrowers = mine.borrowers
+        self._blob_bytes = blob_bytes
+        self._pin = pin
+        self._others: dict[tuple[int, int], _Rows] = {}
+        self._adopted: dict[ExpertId, tuple[_Rows, int]] = {}
+        self._lent: set[int] = set()
+        self._offered_at: dict[int, float] = {}
+        self._machine = _this_machine()
+
+    @property
+    def capacity(self) -> int:
+        with self._lock:
+            self._take_back()
+            return len(self._blobs) - len(self._lent)
+
+    @property
+    def num_free(self) -> int:
+        with self._lock:
+            self._take_back()
+            return len(self._free)
+
+    def experts(self) -> frozenset[ExpertId]:
+        with self._lock:
+            return frozenset(self._rows) | frozenset(self._adopted)
+
+    def holds(self, expert: ExpertId) -> bool:
+        with self._lock:
+            return expert in self._rows or expert in self._adopted
+
+    def blob(self, expert: ExpertId) -> torch.Tensor:
+        with self._lock:
+            if expert in self._adopted:
+                rows, row = self._adopted[expert]
+                return rows.blobs[row]
+            return self._blobs[self._rows[expert]]
+
+    def claim(self, expert: ExpertId) -> torch.Tensor:
+        assert expert not in self._adopted, expert
+        with self._lock:
+            if not self._free:
+                self._take_back()
+        return super().claim(expert)
+
+    def release(self, expert: ExpertId) -> None:
+        with self._lock:
+            adopted = self._adopted.pop(expert, None)
+            if adopted is not None:
+                adopted[0].borrowers[adopted[1]] = FREE
+            row = self._rows.pop(expert, self._claimed.pop(expert, None))
+            if row is not None and self._borrowers[row] != FREE:
+                self._lent.add(row)
+            elif row is not None:
+                self._free.append(row)
+
+    # ------------------------------------------------------------------------------------------------------- sharing
+
+    def offer(self, expert: ExpertId) -> Offer:
+        with self._lock:
+            row = self._rows.get(expert)
+            num_lent = np.count_nonzero(self._borrowers)
+            if row is None or self._borrowers[row] != FREE or num_lent >= len(self._blobs) // LENT_ONE_IN:
+                return NOTHING
+            self._borrowers[row] = OFFERED
+            self._offered_at[row] = time.monotonic()
+        return Offer(machine=self._machine, process=os.getpid(), file=self._file, rows=len(self._blobs), row=row)
+
+    def withdraw(self, offer: Offer) -> None:
+        with self._lock:
+            if offer != NOTHING and self._borrowers[offer.row] == OFFERED:
+                self._borrowers[offer.row] = FREE
+
+    def adopt(self, expert: ExpertId, offer: Offer, digest: bytes) -> bool:
+        if offer.machine != self._machine:
+            return False
+        try:
+            rows = self._rows_of(offer)
+        except (OSError, ValueError) as error:
+            logger.info("experts of process %d are copied, since its memory can't be mapped: %s", offer.process, error)
+            return False
+        if self._is_full():
+            return False
+        # It is said before it is checked: once this stands there, the row is not used for anything else.
+        rows.borrowers[offer.row] = os.getpid()
+        if checksum(rows.blobs[offer.row]) != digest:
+            rows.borrowers[offer.row] = FREE
+            return False
+        with self._lock:
+            assert expert not in self._rows and expert not in self._adopted, expert
+            self._adopted[expert] = (rows, offer.row)
+        return True
+
+    def _is_full(self) -> bool:
+        with self._lock:
+            return len(self._rows) + len(self._claimed) + len(self._adopted) >= len(self._blobs)
+
+    def figures(self) -> dict[str, float]:
+        with self._lock:
+            return {"experts_adopted": len(self._adopted), "rows_lent": int(np.count_nonzero(self._borrowers))}
+
+    def _rows_of(self, offer: Offer) -> _Rows:
+        key = (offer.process, offer.file)
+        if key not in self._others:
+            file = os.open(f"/proc/{offer.process}/fd/{offer.file}", os.O_RDWR)
+            try:
+                if os.fstat(file).st_size != _file_bytes(offer.rows, self._blob_bytes):
+                    raise ValueError("it is not of the size that was said")
+                self._others[key] = _Rows(file, offer.rows, self._blob_bytes, pin=self._pin, touch=False)
+            finally:
+                os.close(file)
+        return self._others[key]
+
+    def _take_back(self) -> None:
+        """Free the rows that were given back, or whose borrower is dead. Under the lock."""
+        for row in list(self._lent):
+            borrower = int(self._borrowers[row])
+            if borrower == OFFERED:
+                is_back = time.monotonic() - self._offered_at[row] > OFFER_STANDS_S
+            else:
+                is_back = borrower == FREE or not Path(f"/proc/{borrower}").exists()
+            if is_back:
+                self._borrowers[row] = FREE
+                self._lent.discard(row)
+                self._free.append(row)
+
+
+class _Rows:
+    """The rows of one file, mapped here: blobs [rows, blob_bytes], and the process that has borrowed each, or 0."""
+
+    def __init__(self, file: int, rows: int, blob_bytes: int, *, pin: bool, touch: bool = True) -> None:
+        mapping = mmap.mmap(file, _file_bytes(rows, blob_bytes))
+        size = rows * blob_bytes
+        flat = torch.frombuffer(mapping, dtype=torch.uint8)[:size] if size else torch.empty(0, dtype=torch.uint8)
+        self.blobs = prepare(flat, blob_bytes, pin=pin, touch=touch)
+        self.borrowers = np.frombuffer(mapping, np.int64, rows, _file_bytes(rows, blob_bytes) - _table_bytes(rows))
+
+
+def shared_slab(*, capacity: int, blob_bytes: int, pin: bool) -> HostSlab:
+    """One that this machine's ranks share; a private one, with a message, where the system has no such memory."""
+    try:
+        return SharedSlab(capacity=capacity, blob_bytes=blob_bytes, pin=pin)
+    except (OSError, AttributeError) as error:
+        logger.warning("experts lie in private memory, and move by copies between the ranks of a machine: %s", error)
+        return HostSlab(capacity=capacity, blob_bytes=blob_bytes, pin=pin)
+
+
+def _table_bytes(rows: int) -> int:
+    return max(1, -(-8 * rows // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+def _file_bytes(rows: int, blob_bytes: int) -> int:
+    return -(-rows * blob_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + _table_bytes(rows)
+
+
+def _this_machine() -> bytes:
+    """The same in processes that can open each other's files: one boot, one space of process ids, one user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    seen = boot + str(Path("/proc/self/ns/pid").readlink()).encode() + str(os.getuid()).encode()
+    return hashlib.blake2b(seen, digest_size=16).digest()
