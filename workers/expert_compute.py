@@ -16,6 +16,8 @@ from workers.few_tokens import Fused, fused_for, most_pairs
 from workers.slot_cache import SlotCache, Wave
 from workers.staging import Staging
 
+ONE_BY_ONE = 64
+
 
 class ExpertCompute:
     """The experts of MoE layer `layer` in a cache's slots. partial_dtype: in which a token's experts are summed.
@@ -148,8 +150,9 @@ class ExpertCompute:
     def _waves(self, chosen: NDArray[np.int64], foreseen: NDArray[np.int64], device: torch.device) -> Generator[Wave]:
         """The waves of the chosen experts. When the first comes, what the layer waits for is on its way: then what is
         foreseen is sent for. A GPU gets its work first, and computes meanwhile."""
-        needed = np.unique(chosen)
-        with closing(self._cache.waves(self._layer, needed[needed >= 0].tolist())) as waves:
+        # numpy takes longer to set off than Python to find the few that a small batch needs.
+        needed = sorted(set(chosen.tolist()) - {-1}) if len(chosen) <= ONE_BY_ONE else _distinct(chosen)
+        with closing(self._cache.waves(self._layer, needed)) as waves:
             for number, wave in enumerate(waves):
                 if number == 0 and device.type != "cuda":
                     self._fetch_ahead(foreseen)
@@ -182,3 +185,8 @@ class ExpertCompute:
             return [(0, where, slots)]
         banks = slots // BANK_SLOTS
         return [(int(bank), where[banks == bank], slots[banks == bank] % BANK_SLOTS) for bank in np.unique(banks)]
+
+
+def _distinct(chosen: NDArray[np.int64]) -> list[int]:
+    found: list[int] = np.unique(chosen[chosen >= 0]).tolist()
+    return found

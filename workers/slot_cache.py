@@ -111,8 +111,8 @@ class SlotCache:
     # ----------------------------------------------------------------------------------------------------- demand
 
     def waves(self, layer: int, experts: list[int]) -> Generator[Wave]:
-        """Bring a step's distinct experts through the slots. The host slab must own every one;
-        those that it can't read are in no wave (`take_lost`).
+        """Bring a step's distinct experts through the slots. The host slab must own every one; those that it can't
+        read are in no wave (`take_lost`).
 
         What the caller computes with a wave must be under way when it asks for the next.
         """
@@ -140,6 +140,9 @@ class SlotCache:
                 if not landing:
                     free.extend(table.victims(len(missing)))
                     landing += self._submit(missing, free)
+                    if not landing:
+                        # None of them could be read.
+                        continue
                 group = landing.popleft()
                 yield self._use(group)
                 slots = [slot_of[item] for item in group]

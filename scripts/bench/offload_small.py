@@ -116,11 +116,12 @@ def stage_small(bench: Bench) -> None:
     from scripts.bench.offload import CPU_LINK, raw_bandwidth
 
     raw = raw_bandwidth(bench) if CUDA else CPU_LINK
+    bench.note("raw pinned copy", gbs=raw / 1e9)
     for batch, count in SMALL.items():
         steps = bench.steps(batch, count + WARM_STEPS)
         plain, expected = timed_steps(bench.resident, steps, bench.module.hidden_dim)
         compute = statistics.median(plain[WARM_STEPS:])
-        for share in (0.25, 0.5, 1.0):
+        for share in (0.25, 0.5, 1.0) if batch == 1 else (0.5, 1.0):
             for few_pairs in (0, 10**6):
                 cache = bench.cache(share, batch)
                 if share == 1.0:

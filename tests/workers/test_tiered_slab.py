@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement.cache.policy import EvictionPolicy, PolicyName
 from placement.core import ExpertId
 from placement.errors import ConfigError, DiskError, MigrationError
 from workers.blob import BlobLayout
 from workers.disk_tier import BlobFile, DiskTier
 from workers.links import DirectLink
 from workers.shards import open_shards
+from workers.slot_cache import SlotCache
 from workers.tiered_slab import TieredSlab
 
 BLOB, ROWS = 512, 6
@@ -69,6 +71,33 @@ def test_what_is_needed_often_stays_in_memory() -> None:
     reads = slab.figures()["disk_reads"]
     _fetch(slab, [0, 1])
     assert slab.figures()["disk_reads"] == reads
+
+
+@pytest.mark.parametrize("broken", [set(), {3}, {1, 4, 9}, set(range(10))])
+@pytest.mark.parametrize("num_slots", [1, 3, 12])
+def test_waves_lack_just_what_cannot_be_read(broken: set[int], num_slots: int) -> None:
+    source = Numbers()
+    slab = TieredSlab(rows=ROWS, capacity=40, blob_bytes=BLOB, disk=DiskTier(source=source, file=None))
+    for number in range(10):
+        slab.add_away(ExpertId(0, number))
+    source.broken = broken
+    cache = SlotCache(
+        slab=slab,
+        policy=EvictionPolicy(PolicyName.LRU, num_layers=1, num_experts=10, top_k=2, share=0.3),
+        link=DirectLink(),
+        num_slots=num_slots,
+        blob_bytes=BLOB,
+        device=torch.device("cpu"),
+        landing_group=2,
+    )
+    served = []
+    for wave in cache.waves(0, list(range(10))):
+        for expert, slot in wave.slot_of.items():
+            assert cache.slots[slot].eq(expert).all()
+            served.append(expert)
+    assert sorted(served) == sorted(set(range(10)) - broken)
+    assert set(cache.take_lost()) == broken
+    assert cache.take_lost() == []
 
 
 def test_a_file_of_blobs_has_no_name_and_gives_back_what_was_written(tmp_path: Path) -> None:
