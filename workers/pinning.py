@@ -32,7 +32,7 @@ def prepare(flat: torch.Tensor, row_bytes: int, *, pin: bool, touch: bool = True
             list(threads.map(torch.Tensor.zero_, parts))
     if pin:
         _register(parts)
-    return flat.view(-1, row_bytes)
+    return flat.view(len(flat) // row_bytes, row_bytes)
 
 
 def chunk_rows(row_bytes: int) -> int:

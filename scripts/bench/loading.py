@@ -1,7 +1,8 @@
 """How much host memory a worker takes to load: its own experts straight from the files, beside the model loaded whole.
 
 Makes a checkpoint of random weights (Qwen3-MoE's form, one tensor an expert, several files), then loads one rank's
-share in a process of its own for each row and reads the largest private memory (RssAnon) that it had.
+share in a process of its own for each row and reads the most memory (RssAnon, and RssShmem, where the
+slab lies) that it had.
 
     python scripts/bench/loading.py --experts 64 --layers 8 --out docs/measured/loading.json
 """
@@ -86,10 +87,11 @@ def load_one(folder: Path, how: str, ranks: int) -> dict[str, float]:
 
 
 def _private_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no RssAnon in /proc/self/status: this benchmark needs Linux")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem"))]
+    if len(found) != 2:
+        raise RuntimeError("no RssAnon and RssShmem in /proc/self/status: this benchmark needs Linux")
+    return sum(found)
 
 
 def main() -> None:
