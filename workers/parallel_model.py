@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from placement.cache.policy import EvictionPolicy, PolicyName, compile_policies
 from placement.core import Placement
+from placement.errors import ConfigError
 from placement.fit.sizing import CACHE_ELEMENT_BYTES, kv_bytes_per_request
 from placement.tiers import hottest_first
 from placement.topology import Topology
@@ -21,7 +22,7 @@ from workers.expert_source import ExpertSource, ModuleExperts
 from workers.foresight import next_routers
 from workers.links import Link, link_for
 from workers.loading import check_fits, fill_slab, shape_of
-from workers.memory import memory_of
+from workers.memory import Memory, memory_of
 from workers.peers import Group
 from workers.recorder import Recorder
 from workers.relief import Relief
@@ -36,10 +37,14 @@ KV_CACHE = "the KV cache"
 WARM_UP_TOKENS = (1, 64)
 
 
-def _bytes_without_experts(model: PreTrainedModel, experts: list[nn.Module]) -> int:
+def _claim_model(memory: Memory, model: PreTrainedModel, experts: list[nn.Module]) -> None:
+    """What stays beside the slots: all of the model but its routed experts."""
     in_experts = {id(parameter) for module in experts for parameter in module.parameters()}
     kept = (parameter for parameter in model.parameters() if id(parameter) not in in_experts)
-    return sum(parameter.numel() * parameter.dtype.itemsize for parameter in kept)
+    try:
+        memory.claim("the model", sum(parameter.numel() * parameter.dtype.itemsize for parameter in kept))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"{error}; raise workers.memory_gb") from error
 
 
 class ParallelModel:
@@ -87,7 +92,7 @@ class ParallelModel:
         num_slots = max(1, math.ceil(cache_share * placement.num_layers * placement.rows_per_rank))
         link = self._link(link_bytes_per_s)
         self.memory = memory_of(device, memory_bytes)
-        self.memory.claim("the model", _bytes_without_experts(model, self._modules))
+        _claim_model(self.memory, model, self._modules)
         self.cache = SlotCache(
             slab=self.slab,
             policy=EvictionPolicy(
@@ -177,11 +182,17 @@ class ParallelModel:
         take_over(self.model, list(self._layers))
 
     def reserve_kv_cache(self, tokens: int) -> None:
-        """Have room for a KV cache of so many tokens; the slots give way. Raises torch.OutOfMemoryError."""
+        """Have room for a KV cache of so many tokens; the slots give way. Raises ConfigError."""
         config = self.model.config.get_text_config().to_dict()
         size = kv_bytes_per_request(config, tokens, Path(self.model.name_or_path))
         self.memory.claim(KV_CACHE, 0)
-        self.relief.reserve(KV_CACHE, size * self.model.dtype.itemsize // CACHE_ELEMENT_BYTES)
+        try:
+            self.relief.reserve(KV_CACHE, size * self.model.dtype.itemsize // CACHE_ELEMENT_BYTES)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"memory has no room for a KV cache of {tokens} tokens, even with {self.cache.num_slots} slots for "
+                f"experts: {error}; lower workers.kv_pages"
+            ) from error
 
     def join_step(self) -> None:
         """Join the layers of the step under way that this rank has not joined yet, with zero tokens."""

@@ -11,6 +11,7 @@ foreseen. They land where the policy would evict first, and stay there when they
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Generator
@@ -28,6 +29,7 @@ from workers.prefetch import LinkRoom, PrefetchJudge
 from workers.slot_table import SlotTable
 from workers.telemetry import CacheCounters
 
+logger = logging.getLogger(__name__)
 LANDING_GROUP = 8
 ONE_WAVE = 16
 STREAM_FROM = 48
@@ -81,7 +83,7 @@ class SlotCache:
         self._lost: list[ExpertId] = []
         self._tables: torch.Tensor | None = None
         self.prefetching = True
-        self._allocate(num_slots)
+        self._allocate_most(num_slots, num_slots)
 
     @property
     def num_slots(self) -> int:
@@ -334,15 +336,19 @@ class SlotCache:
         self._prefetch_slots = int(self._prefetch_share * self.num_slots) if prefetch else 0
         self.warm_up(kept)
 
-    def _allocate_most(self, num_slots: int, before: int) -> None:
+    def _allocate_most(self, wanted: int, before: int) -> None:
+        """So many slots as wanted; as many as before where there is no room for more; half, a quarter, ... of that."""
+        num_slots = wanted
         while True:
             try:
                 self._allocate(num_slots)
-                return
+                break
             except torch.OutOfMemoryError:
                 if num_slots == 1:
                     raise
             num_slots = before if num_slots > before else num_slots // 2
+        if num_slots < wanted:
+            logger.warning("memory has no room for %d slots of the expert cache; there are %d", wanted, num_slots)
 
     @property
     def prefetch_slots(self) -> int:

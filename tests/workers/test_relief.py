@@ -12,6 +12,7 @@ import torch
 from placement.baselines import linear_placement
 from placement.cache.policy import EvictionPolicy, PolicyName
 from placement.core import ExpertId
+from placement.errors import ConfigError
 from placement.topology import load_topology
 from tests.workers.ranks import run_ranks
 from workers.host_slab import HostSlab
@@ -96,6 +97,24 @@ def test_where_there_is_no_room_for_more_slots_the_old_number_stays() -> None:
     memory.limit_bytes = 3 * BLOB
     cache.resize(7)
     assert cache.num_slots == 3
+
+
+def test_a_cache_that_does_not_fit_starts_with_what_does(caplog: pytest.LogCaptureFixture) -> None:
+    assert _cache(CountedMemory(5 * BLOB)).num_slots == 4
+    assert "no room for 8 slots" in caplog.text
+
+
+def test_a_budget_that_is_too_small_is_refused_with_what_would_be_right() -> None:
+    def start(memory_bytes: float) -> None:
+        options = WorkerOptions(model=MODEL, recorder=RecorderOptions(folder=None), memory_bytes=memory_bytes)
+        topology = load_topology("1x1")
+        worker = ExpertWorker(options, rank=0, topology=topology, placement=linear_placement(8, 32, 1, 32))
+        worker.join(worker.open_rendezvous(host="127.0.0.1", interface="lo"))
+
+    with pytest.raises(ConfigError, match=r"the model: .* raise workers.memory_gb"):
+        start(1e6)
+    with pytest.raises(ConfigError, match=r"KV cache of 16384 tokens, even with 4 slots.*lower workers.kv_pages"):
+        start(2e7)
 
 
 def serve(rank: int, mail: Any) -> dict[str, Any]:
