@@ -14,7 +14,7 @@ from placement.cover import MOST_UNITS, masks_of, serve_units
 from placement.errors import PlacementError
 from placement.partition import align, cut
 from placement.refine import Costs, Sample, Stage, refine
-from placement.replicas import fill_spare, slots_of_parts
+from placement.replicas import fewest_copies, fill_spare, slots_of_parts
 from placement.topology import DEFAULT_LINKS, NODE, Topology
 
 MOST_PRICE = 8.0
@@ -136,12 +136,15 @@ def _descend(
         unit_of_rank[list(child.ranks)] = unit
     local = replace(sample, home=unit_of_rank[sample.home])
     slots = _solve(branch, experts, local, settings, seed)
-    masks, _ = masks_of(slots, settings.num_experts)
-    served = np.full(sample.chosen.shape, -1, np.int8)
-    _serve_all(local.chosen, local.home, masks, served)
+    inner = sample
+    if any(child.children for child in branch.children):
+        masks, _ = masks_of(slots, settings.num_experts)
+        served = np.full(sample.chosen.shape, -1, np.int8)
+        _serve_all(local.chosen, local.home, masks, served)
     for unit, child in enumerate(branch.children):
-        kept, chosen = _share_of_unit(sample.chosen, served, unit)
-        inner = Sample(chosen=chosen, home=sample.home[kept], group=sample.group[kept])
+        if child.children:
+            kept, chosen = _share_of_unit(sample.chosen, served, unit)
+            inner = Sample(chosen=chosen, home=sample.home[kept], group=sample.group[kept])
         held = slots[unit][slots[unit] != EMPTY]
         _descend(child, np.sort(held), inner, settings, seed * 64 + unit + 1, rows)
 
@@ -227,12 +230,14 @@ def _place_units(
     else:
         part = _deal(load[experts], sizes, share)
     part = align(part, demand[:, experts], sizes)
-    slots = fill_spare(slots_of_parts(part, experts, sizes), sizes, load, pairs, demand)
     costs = settings.between if branch.crosses_nodes else settings.inside
     costs = replace(costs, visit=costs.visit * branch.visit_price)
+    spare = int(sizes.sum()) - len(experts) if costs.balance else 0
+    fewest = fewest_copies(load, experts, spare, len(sizes), load.sum() / len(branch.ranks))
+    slots = fill_spare(slots_of_parts(part, experts, sizes), sizes, load, pairs, demand, fewest)
     stages = settings.between_stages if branch.crosses_nodes else settings.inside_stages
     for number, stage in enumerate(stages):
-        slots = refine(slots, sizes, share, sample, num_experts, costs, stage, seed + number)
+        slots = refine(slots, sizes, share, sample, num_experts, costs, stage, seed + number, fewest=fewest)
     return slots
 
 

@@ -15,6 +15,7 @@ from placement.trace import RoutingTrace
 MOST_SAMPLED, LEAST_SAMPLED = 40_000, 5_000
 SERVICES, PROPOSAL_OVERHEAD = 1e9, 100
 SMALL_MODEL = 768
+LARGE_MODEL_STEEPNESS = 1.25
 BETWEEN = Costs(visit=1.0, balance=0.5)
 INSIDE = Costs(visit=0.03, balance=0.75)
 
@@ -67,7 +68,9 @@ def settings_for(trace: RoutingTrace, topology: Topology, wish: Wish, *, draft: 
         for nodes, stages in ((1, between), (topology.num_nodes, inside))
         for stage in stages
     )
-    scale = min(1.0, wish.effort * SERVICES * size_factor(trace) / work) * (0.2 if draft else 1.0)
+    scale = min(1.0, wish.effort * SERVICES * size_factor(trace) ** LARGE_MODEL_STEEPNESS / work) * (
+        0.2 if draft else 1.0
+    )
     shorter = [
         tuple(replace(stage, proposals=int(stage.proposals * scale)) for stage in stages)
         for stages in (between, inside)

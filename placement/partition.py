@@ -66,7 +66,7 @@ def repair(
     part = part.copy()
     count = np.bincount(part, minlength=len(sizes))
     carried = np.bincount(part, weights=load, minlength=len(sizes))
-    ties = coactivation @ np.eye(len(sizes))[part]
+    ties = _sum_by_part(coactivation, part, len(sizes)).T.copy()
     while (count > sizes).any():
         source = int(np.argmax(count - sizes))
         members = np.flatnonzero(part == source)
@@ -86,15 +86,22 @@ def repair(
     return part
 
 
+def _sum_by_part(values: NDArray[np.float64], part: NDArray[np.int64], num_parts: int) -> NDArray[np.float64]:
+    """values [m, n] summed over the members of each part [n] -> [num_parts, m].
+
+    Not a matrix product: layers are placed in threads, and BLAS would have threads of its own for each.
+    """
+    return np.stack([values[:, part == number].sum(axis=1) for number in range(num_parts)])
+
+
 def align(part: NDArray[np.int64], demand: NDArray[np.float64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Rename parts so that they lie where their tokens' homes are; parts trade names only where sizes [U] allow.
 
     demand [U, n]: how often tokens whose home is at unit u chose expert e.
     """
     num_units = len(sizes)
-    members = np.eye(num_units)[part]
-    wish = members.T @ demand.T
-    count = members.sum(axis=0)
+    wish = _sum_by_part(demand, part, num_units)
+    count = np.bincount(part, minlength=num_units)
     fits = count[:, None] <= sizes[None, :]
     rows, columns = linear_sum_assignment(np.where(fits, -wish, wish.sum() + 1.0))
     name = np.empty(num_units, np.int64)

@@ -73,13 +73,15 @@ def refine(
     stage: Stage,
     seed: int,
     node_of_unit: NDArray[np.int32] | None = None,
+    fewest: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int32]:
     """Search from slots [U, C] (expert ids, -1 empty; unit u uses the first sizes[u]). Returns the best slots found.
 
-    share [U], summing to 1, is the part of the load that each unit should carry. Every expert keeps a copy.
+    share [U], summing to 1, is the part of the load that each unit should carry. Every expert keeps a copy, or as
+    many as fewest [E] says.
     node_of_unit [U] where units lie in nodes; else each unit is its own.
     """
-    return refine_logged(slots, sizes, share, sample, num_experts, costs, stage, seed, node_of_unit)[0]
+    return refine_logged(slots, sizes, share, sample, num_experts, costs, stage, seed, node_of_unit, fewest)[0]
 
 
 def refine_logged(
@@ -92,6 +94,7 @@ def refine_logged(
     stage: Stage,
     seed: int,
     node_of_unit: NDArray[np.int32] | None = None,
+    fewest: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """As `refine`, and the changes [n, 5] that lead from slots to the result, in order: (unit, row, unit, row, swap).
 
@@ -112,7 +115,7 @@ def refine_logged(
         np.ascontiguousarray(thinned.chosen, np.int16),
         np.ascontiguousarray(thinned.home, np.int16),
         np.ascontiguousarray(thinned.group, np.uint8),
-        num_experts,
+        np.ones(num_experts, np.int64) if fewest is None else fewest,
         weights,
     )
     taken = anneal(

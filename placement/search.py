@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numba as nb
 import numpy as np
 
-from placement.cover import ONE, masks_of, serve_in_nodes, serve_units
+from placement.cover import ONE, masks_of, num_bits, serve_in_nodes, serve_units
 from placement.dispatch import mix
 
 EARLY_LOOK = 64
@@ -80,7 +80,7 @@ class _State(NamedTuple):
     """What the search keeps about the sample. chosen, served [S, K]; home, group, visits [S]; the rest by unit.
 
     start, postings: `postings_of`. masks, copies: `masks_of`. load [G, U + 1, U], square [G, U]: `imbalance`; visited,
-    tokens [G].
+    tokens [G]. fewest [E]: the copies that must stay.
     visits, visited: the cost of visits, of a token and summed. in_nodes: whether units lie in nodes; then node_of [U],
     node_bits [N] its units, node_masks [E] as masks.
     """
@@ -92,6 +92,7 @@ class _State(NamedTuple):
     postings: Any
     masks: Any
     copies: Any
+    fewest: Any
     served: Any
     visits: Any
     load: Any
@@ -132,9 +133,10 @@ def _add_token(served: Any, sign: Any, load: Any, square: Any, same: Any) -> Non
 
 
 @nb.njit(cache=True, nogil=True)
-def start_state(slots: Any, node_of: Any, chosen: Any, home: Any, group: Any, num_experts: Any, costs: Any) -> Any:
+def start_state(slots: Any, node_of: Any, chosen: Any, home: Any, group: Any, fewest: Any, costs: Any) -> Any:
     """The state at slots [U, C]. node_of [U]: each unit's node; as many nodes as units means that units are nodes."""
     num_groups, num_units, num_nodes = group.max() + 1, slots.shape[0], node_of.max() + 1
+    num_experts = len(fewest)
     start, postings = postings_of(chosen, num_experts)
     masks, copies = masks_of(slots, num_experts)
     node_bits = np.zeros(num_nodes, np.uint64)
@@ -153,6 +155,7 @@ def start_state(slots: Any, node_of: Any, chosen: Any, home: Any, group: Any, nu
         postings,
         masks,
         copies,
+        fewest,
         np.full(chosen.shape, -1, np.int8),
         np.zeros(len(chosen)),
         np.zeros((num_groups, num_units + 1, num_units)),
@@ -323,7 +326,7 @@ def anneal(
         two = np.int64((word >> np.uint64(8)) % np.uint64(num_units))
         other = np.int64((word >> np.uint64(32)) % np.uint64(sizes[two]))
         out, into = slots[one, row], slots[two, other]
-        if not _is_legal(state.masks, state.copies, one, two, out, into, swap):
+        if not _is_legal(state, one, two, out, into, swap):
             continue
         word = mix(word)
         heat = hot + (cold - hot) * (step / proposals)
@@ -349,13 +352,13 @@ def anneal(
 
 
 @nb.njit(cache=True, nogil=True, inline="always")
-def _is_legal(masks: Any, copies: Any, one: Any, two: Any, out: Any, into: Any, swap: Any) -> Any:
-    """No expert twice on a unit, none without a copy. out may be -1, an empty slot; into may not."""
-    if one == two or out == into or into < 0 or copies[one, into]:
+def _is_legal(state: Any, one: Any, two: Any, out: Any, into: Any, swap: Any) -> Any:
+    """No expert twice on a unit, none with fewer copies than it must have. out may be -1, an empty slot."""
+    if one == two or out == into or into < 0 or state.copies[one, into]:
         return False
     if out < 0:
         return True
-    return not copies[two, out] if swap else masks[out] & (masks[out] - ONE) != 0
+    return not state.copies[two, out] if swap else num_bits(state.masks[out]) > state.fewest[out]
 
 
 @nb.njit(cache=True, nogil=True)

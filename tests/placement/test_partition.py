@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from placement.descend import tree_of
 from placement.partition import align, cut
-from placement.replicas import fill_spare, slots_of_parts
+from placement.replicas import fewest_copies, fill_spare, slots_of_parts
 from placement.topology import Link, load_topology
 
 
@@ -41,9 +41,24 @@ def test_parts_take_the_names_where_their_tokens_are_at_home() -> None:
 def test_spare_slots_go_to_what_a_units_own_tokens_lack() -> None:
     slots = slots_of_parts(np.array([0, 0, 1, 1]), np.arange(4, dtype=np.int32), np.array([3, 3]))
     demand = np.array([[1.0, 1, 9, 2], [1, 8, 1, 1]])
-    filled = fill_spare(slots, np.array([3, 3]), np.ones(4), np.zeros((4, 4)), demand)
+    filled = fill_spare(slots, np.array([3, 3]), np.ones(4), np.zeros((4, 4)), demand, np.ones(4, np.int64))
     assert filled[0, 2] == 2
     assert filled[1, 2] == 1
+
+
+def test_an_expert_hotter_than_a_ranks_fair_load_must_have_copies() -> None:
+    load, experts = np.array([90.0, 30, 10, 10, 10, 10]), np.arange(6, dtype=np.int32)
+    assert fewest_copies(load, experts, spare=4, most=4, fair=40.0).tolist() == [3, 1, 1, 1, 1, 1]
+    assert fewest_copies(load, experts, spare=4, most=2, fair=40.0).tolist() == [2, 1, 1, 1, 1, 1]
+    assert fewest_copies(load, experts, spare=1, most=4, fair=10.0).tolist() == [2, 1, 1, 1, 1, 1]
+
+
+def test_copies_that_must_be_are_filled_in_before_those_that_save_visits() -> None:
+    slots = slots_of_parts(np.array([0, 0, 1, 1]), np.arange(4, dtype=np.int32), np.array([3, 3]))
+    demand = np.array([[1.0, 1, 9, 2], [1, 8, 1, 1]])
+    filled = fill_spare(slots, np.array([3, 3]), np.ones(4), np.zeros((4, 4)), demand, np.array([2, 1, 1, 2]))
+    assert filled[0, 2] == 3
+    assert filled[1, 2] == 0
 
 
 def test_levels_with_one_child_are_skipped_and_wide_ones_gathered() -> None:

@@ -78,6 +78,18 @@ def test_the_search_keeps_every_expert_and_never_doubles_one(
         assert len(set(held)) == len(held)
 
 
+def test_the_search_keeps_as_many_copies_as_an_expert_must_have() -> None:
+    rng = np.random.default_rng(3)
+    slots, sample = random_slots(rng, 4, 8, 1), random_sample(rng, 4, 8)
+    before = np.bincount(slots.ravel(), minlength=8)
+    stage = Stage(tokens=100, proposals=300, hot=0.5)
+    sizes, share = np.full(4, slots.shape[1]), np.full(4, 0.25)
+    free = refine(slots, sizes, share, sample, 8, HOPS_ONLY, stage, 1)
+    held = refine(slots, sizes, share, sample, 8, HOPS_ONLY, stage, 1, fewest=before)
+    assert (np.bincount(held.ravel(), minlength=8) == before).all()
+    assert (np.bincount(free.ravel(), minlength=8) != before).any()
+
+
 @given(st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
 def test_the_result_is_never_worse_and_the_log_leads_to_it(seed: int) -> None:
