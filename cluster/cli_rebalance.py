@@ -28,16 +28,26 @@ def rebalance(
     drift: Annotated[
         bool, typer.Option("--drift", help="Plan only if traffic has drifted since the last decision.")
     ] = False,
+    level: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="COPIES",
+            help="Keep the placement; draw shares anew, and copy at most so many experts, for the load of now.",
+        ),
+    ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="With --every: end after so many rounds.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Let a running cluster plan from its own traffic and move its experts, if that pays.
 
     With --every it stays and sleeps between rounds, as a Ray job does; a round that fails is told, and five in a row
-    end it. With --json each round is one line.
+    end it. With --json each round is one line. Two jobs go well together: plans by drift, and in between --level,
+    which plans in a moment and moves little.
 
     [dim]moetis rebalance --config configs/clusters/demo.yaml --dry-run[/dim]
     [dim]moetis rebalance --config configs/clusters/demo.yaml --drift --every 1m[/dim]
+    [dim]moetis rebalance --config configs/clusters/demo.yaml --level 20 --every 1m[/dim]
     """
     from cluster.durations import seconds_of
 
@@ -52,7 +62,7 @@ def rebalance(
 
     def one_round() -> None:
         with working("looking for drift" if drift else "rebalancing"):
-            done = run_rebalance(cluster, by_drift=drift, dry_run=dry_run)
+            done = run_rebalance(cluster, by_drift=drift, dry_run=dry_run, most_copies=level)
         _show(done, as_json)
 
     if every_s is None:

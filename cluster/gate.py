@@ -1,4 +1,4 @@
-"""The gate: whether a plan is worth enacting."""
+"""The gates: whether a plan is worth enacting."""
 
 from __future__ import annotations
 
@@ -22,4 +22,19 @@ def gate(measured: dict[str, Any], min_gain: float) -> str | None:
             f"it would save {gain:.1%} of other-node visits, but {visits['num_requests']} held-out requests leave room "
             f"for no gain at all (95% interval {low:.1%} to {high:.1%}); record more traffic"
         )
+    return None
+
+
+def gate_levelled(measured: dict[str, Any], min_gain: float) -> str | None:
+    """As `gate` for a plan that levels the load alone: the heaviest rank's load must fall by min_gain of itself, and
+    other-node visits must not rise by as much."""
+    before, after = (measured[name]["load_max_over_mean"] for name in ("before", "after"))
+    if before - after < min_gain * before:
+        return (
+            f"the heaviest rank would carry {after:.3f} of the mean load instead of {before:.3f} on held-out requests; "
+            f"it must be {min_gain:.1%} less"
+        )
+    rise = measured["trust"]["after_over_before"]["ratio"] - 1
+    if rise > min_gain:
+        return f"the load would be level, but other-node visits would rise by {rise:.1%} on held-out requests"
     return None

@@ -24,13 +24,17 @@ class RoundResult:
     result: RebalanceResult | None
 
 
-def run_rebalance(config: ClusterConfig, *, by_drift: bool = False, dry_run: bool = False) -> RoundResult:
-    """One round: where by_drift, only if traffic has drifted; a dry run changes nothing."""
+def run_rebalance(
+    config: ClusterConfig, *, by_drift: bool = False, dry_run: bool = False, most_copies: int | None = None
+) -> RoundResult:
+    """One round: where by_drift, only if traffic has drifted; a dry run changes nothing. With most_copies the
+    placement stays but for so many copies, and the load is levelled."""
     with joined_service(config) as service:
         check: DriftCheck | None = answer(service.drift.remote()) if by_drift else None
         if check is not None and not check.due:
             return RoundResult(check=check, result=None)
-        ref = service.preview.remote() if dry_run else service.rebalance.remote()
+        ask = service.preview if dry_run else service.rebalance
+        ref = ask.remote(most_copies=most_copies)
         return RoundResult(check=check, result=answer(ref))
 
 

@@ -21,12 +21,13 @@ from cluster.drifting import DriftCheck, check_drift
 from cluster.effect import measure_effect
 from cluster.enacting import Company, Enactor
 from cluster.forming import Meeting, Ranks, form
-from cluster.gate import gate
+from cluster.gate import gate, gate_levelled
 from cluster.history import History, Member
 from cluster.outcomes import PAYS, Formed, RebalanceResult
 from cluster.traffic import REFERENCE, Traffic
 from placement.errors import ConfigError, MigrationError, TraceError
 from placement.graph import count_load
+from placement.levelled import make_levelled_plan
 from placement.migration import MigrationPlan, plan_migration
 from placement.plan import make_plan
 from placement.planfile import Plan
@@ -154,18 +155,20 @@ class PlacementService:
         """What each rank says of itself. Raises MigrationError where one does not answer."""
         return self._on_all("status")
 
-    def propose(self) -> Plan:
-        """Plan from what the ranks have recorded, without changing anything."""
-        return self._plan(self._recorded())
+    def propose(self, most_copies: int | None = None) -> Plan:
+        """Plan from what the ranks have recorded, without changing anything. most_copies: as `rebalance`."""
+        return self._plan(self._recorded(), most_copies)
 
-    def preview(self, note: Callable[[str], None] = lambda text: None) -> RebalanceResult:
+    def preview(
+        self, note: Callable[[str], None] = lambda text: None, *, most_copies: int | None = None
+    ) -> RebalanceResult:
         """What a rebalance would do now. Nothing is stored, and nothing is changed."""
         with self._planning:
             note("planning, for show")
             start = time.perf_counter()
-            plan = self.propose()
+            plan = self.propose(most_copies)
             plan_s = time.perf_counter() - start
-            reason = gate(plan.measured, self._min_gain)
+            reason = self._gate(plan, most_copies)
             migration = self._migration(plan)
         decision, why = ("would apply", PAYS) if reason is None else ("would leave", reason)
         return RebalanceResult(
@@ -187,10 +190,16 @@ class PlacementService:
         self._load = count_load(trace)[0]
         return trace
 
-    def _plan(self, trace: RoutingTrace) -> Plan:
-        current = self.current.placement
-        plan = make_plan(trace, self._topology, rows_per_rank=current.rows_per_rank, current=current, seed=self._seed)
+    def _plan(self, trace: RoutingTrace, most_copies: int | None) -> Plan:
+        current, topology, seed = self.current.placement, self._topology, self._seed
+        if most_copies is None:
+            plan = make_plan(trace, topology, rows_per_rank=current.rows_per_rank, current=current, seed=seed)
+        else:
+            plan = make_levelled_plan(trace, topology, current, most_copies=most_copies, seed=seed)
         return replace(plan, placement=plan.placement.with_epoch(self._book.next_epoch()))
+
+    def _gate(self, plan: Plan, most_copies: int | None) -> str | None:
+        return (gate if most_copies is None else gate_levelled)(plan.measured, self._min_gain)
 
     def _as_ranks(self, trace: RoutingTrace) -> RoutingTrace:
         """Traces name seats; those that are not taken are unknown ranks."""
@@ -199,19 +208,24 @@ class PlacementService:
             rank_of[member.seat] = rank
         return replace(trace, source_rank=rank_of[trace.source_rank])
 
-    def rebalance(self, note: Callable[[str], None] = lambda text: None, *, is_gated: bool = True) -> RebalanceResult:
-        """Plan, ask the gate (unless it is not to be asked), store, enact. note is told each step in a few words."""
+    def rebalance(
+        self, note: Callable[[str], None] = lambda text: None, *, is_gated: bool = True, most_copies: int | None = None
+    ) -> RebalanceResult:
+        """Plan, ask the gate (unless it is not to be asked), store, enact. note is told each step in a few words.
+
+        With most_copies the placement stays but for so many copies, and shares are drawn anew: the fast loop.
+        """
         with self._planning:
             before = self.current
             note("planning")
             start = time.perf_counter()
             trace = self._recorded()
             self._note_effect()
-            plan = self._plan(trace)
+            plan = self._plan(trace, most_copies)
             plan_s = time.perf_counter() - start
             base = before.placement.epoch
             with self._changing:
-                reason = gate(plan.measured, self._min_gain) if is_gated else None
+                reason = self._gate(plan, most_copies) if is_gated else None
                 if self.current is not before:
                     reason = "ranks came or went while it was planned; ask again"
                     plan = replace(plan, placement=plan.placement.with_epoch(self._book.next_epoch()))

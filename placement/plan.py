@@ -165,8 +165,25 @@ def make_plan(
         keep_groups=keep_groups,
     )
     even_rows = max(int(np.mean(rows_per_rank)), -(-trace.num_experts // topology.num_ranks))
-    linear = linear_placement(trace.num_layers, trace.num_experts, topology.num_ranks, even_rows)
-    before = current if current is not None and current.num_ranks == topology.num_ranks else linear
+    return judged(placement, topology, fit, held_out, before=current, even_rows=even_rows, seed=seed)
+
+
+def judged(
+    placement: Placement,
+    topology: Topology,
+    fit: RoutingTrace,
+    held_out: RoutingTrace,
+    *,
+    before: Placement | None,
+    even_rows: int,
+    seed: int,
+) -> Plan:
+    """A placement with its scores on requests that it was not fitted on, as `make_plan` tells them.
+
+    before: the current placement; linear where there is none for these ranks. even_rows: rows of linear and of EPLB.
+    """
+    if before is None or before.num_ranks != topology.num_ranks:
+        before = linear_placement(fit.num_layers, fit.num_experts, topology.num_ranks, even_rows)
     eplb = eplb_placement(count_load(fit)[0], topology.num_ranks, even_rows)
     homes = homes_of(held_out, topology.num_ranks, seed)
     requests, ranks = route_homes(placement, topology, held_out, HOME_PREFIX)

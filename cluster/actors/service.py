@@ -60,9 +60,9 @@ class PlacementServiceActor:
             with contextlib.suppress(MigrationError):
                 self._service.resume()
 
-    def rebalance(self, is_gated: bool = True) -> RebalanceResult:
+    def rebalance(self, is_gated: bool = True, most_copies: int | None = None) -> RebalanceResult:
         try:
-            return self._service.rebalance(self._note, is_gated=is_gated)
+            return self._service.rebalance(self._note, is_gated=is_gated, most_copies=most_copies)
         finally:
             self._progress = "idle"
 
@@ -78,9 +78,9 @@ class PlacementServiceActor:
         finally:
             self._progress = "idle"
 
-    def preview(self) -> RebalanceResult:
+    def preview(self, most_copies: int | None = None) -> RebalanceResult:
         try:
-            return self._service.preview(self._note)
+            return self._service.preview(self._note, most_copies=most_copies)
         finally:
             self._progress = "idle"
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from cluster import history as states
-from cluster.gate import gate
+from cluster.gate import gate, gate_levelled
 from cluster.history import History
 from cluster.service import PlacementService
 from placement.errors import MoetisError
+from placement.replan import num_copies_between
 from tests.cluster.local_ranks import MEMBERS, RANKS, LocalRanks, first_plan, new_service, write_trace
 
 
@@ -99,6 +100,30 @@ def test_a_plan_that_does_not_pay_is_left(folder: Path) -> None:
 def _measured(ratio: float, high: float) -> dict[str, Any]:
     visits = {"ratio": ratio, "low": ratio - 0.05, "high": high, "num_requests": 40, "holds": high < 1}
     return {"trust": {"after_over_before": visits}}
+
+
+@pytest.mark.parametrize("most_copies", [0, 2])
+def test_the_fast_loop_keeps_the_placement_but_for_a_few_copies(folder: Path, most_copies: int) -> None:
+    ranks = make_ranks()
+    service = make_service(folder, ranks)
+    before = service.current.placement
+    result = service.rebalance(is_gated=False, most_copies=most_copies)
+    assert result.decision == "applied"
+    assert service.current.placement.epoch == 1
+    assert num_copies_between(before, service.current.placement) <= most_copies
+    for number, rank in enumerate(ranks.ranks):
+        assert rank.slab.experts() == result.plan.placement.experts_on(number)
+
+
+def measured_load(before: float, after: float, visits: float) -> dict[str, Any]:
+    trust = {"after_over_before": {"ratio": visits}}
+    return {"before": {"load_max_over_mean": before}, "after": {"load_max_over_mean": after}, "trust": trust}
+
+
+def test_levelling_must_lower_the_heaviest_load_and_not_raise_visits() -> None:
+    assert gate_levelled(measured_load(1.4, 1.2, 1.0), 0.02) is None
+    assert "1.390" in str(gate_levelled(measured_load(1.4, 1.39, 1.0), 0.02))
+    assert "visits would rise by 10.0%" in str(gate_levelled(measured_load(1.4, 1.2, 1.1), 0.02))
 
 
 def test_the_gate_says_what_it_compares() -> None:
