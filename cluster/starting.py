@@ -11,14 +11,17 @@ import numpy as np
 from cluster.config import ClusterConfig
 from cluster.config import history_path as history_path
 from cluster.history import History
+from cluster.sources import read_source
 from placement.baselines import linear_placement
 from placement.core import Placement
+from placement.counts import Counts, plan_counts
 from placement.errors import ConfigError
+from placement.interchange.pieces import Hints
 from placement.plan import make_plan
 from placement.planfile import Plan, load_plan
 from placement.seats import uses_every_rank
 from placement.topology import Topology
-from placement.trace import UNKNOWN_RANK, load_trace
+from placement.trace import UNKNOWN_RANK
 from workers.loading import ModelShape, skeleton_shape
 
 
@@ -52,15 +55,19 @@ def starting_plan(config: ClusterConfig, topology: Topology, history: History) -
 
 
 def _planned(config: ClusterConfig, topology: Topology, shape: ModelShape) -> Plan:
-    """A plan from a trace that was recorded elsewhere or before. Raises ConfigError where it is of another model."""
+    """A plan from a trace or counts, recorded elsewhere or before. Raises ConfigError where it is of another model."""
     assert config.initial_trace is not None
-    trace = load_trace(config.initial_trace)
-    mine, theirs = (trace.num_layers, trace.num_experts), (shape.num_layers, shape.num_experts)
+    hints = Hints(num_experts=shape.num_experts, num_ranks=topology.num_ranks)
+    trace = read_source(str(config.initial_trace), hints)
+    mine = trace.load.shape if isinstance(trace, Counts) else (trace.num_layers, trace.num_experts)
+    theirs = (shape.num_layers, shape.num_experts)
     if mine != theirs:
         raise ConfigError(
             f"initial_trace '{config.initial_trace}' is of another model: it has {mine[0]} MoE layers x {mine[1]} "
             f"experts, '{config.model}' {theirs[0]} x {theirs[1]}"
         )
+    if isinstance(trace, Counts):
+        return plan_counts(trace, topology, rows_per_rank=config.slots_per_rank)
     known = trace.source_rank.max() < topology.num_ranks
     if not known:
         # Recorded on a larger cluster: where its requests ran says nothing about this one.

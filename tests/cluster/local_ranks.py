@@ -214,7 +214,7 @@ class QuickService(PlacementService):
     def _recorded(self) -> RoutingTrace:
         return make_trace()
 
-    def _plan(self, trace: RoutingTrace) -> Plan:
+    def _plan(self, trace: RoutingTrace, most_copies: int | None) -> Plan:
         current = self.current.placement
         table = current.physical_to_logical.reshape(LAYERS, current.num_ranks, -1)
         turned = np.roll(table, 1, axis=1).reshape(LAYERS, -1)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cluster import history as states
@@ -84,6 +85,12 @@ def test_a_cold_start_plans_from_a_trace_until_there_is_a_history(tmp_path: Path
     assert first.measured["after"]["nodes_visited"] < first.measured["before"]["nodes_visited"]
     History(history_path(config)).add(_plan(4), states.DONE)
     assert _start(config).placement.epoch == 4
+
+
+def test_a_cold_start_plans_from_counts_of_another_engine(tmp_path: Path) -> None:
+    np.savez(tmp_path / "counts.npz", counts=np.random.default_rng(0).integers(1, 900, (8, 32)))
+    first = _start(_config(tmp_path, initial_trace=str(tmp_path / "counts.npz")))
+    assert first.measured["after"]["load_max_over_mean"] < first.measured["before"]["load_max_over_mean"]
 
 
 def test_a_trace_of_another_model_is_refused(tmp_path: Path) -> None:
