@@ -204,6 +204,11 @@ def homes_per_token(
     return ranks[np.searchsorted(requests, request)]
 
 
+def telling_layers(trace: RoutingTrace) -> range:
+    """The layers that requests are told apart by: all, or every n-th of a large model."""
+    return range(0, trace.num_layers, -(-trace.num_layers * trace.num_experts // MOST_FEATURES))
+
+
 def cluster_requests(trace: RoutingTrace, share: NDArray[np.float64], seed: int = 0) -> NDArray[np.int64]:
     """Tell requests apart by the experts they use: a unit [Q] for each request (ascending ids), loads by share [U].
 
@@ -211,7 +216,7 @@ def cluster_requests(trace: RoutingTrace, share: NDArray[np.float64], seed: int 
     with sizes held by `assign_under_limit`: the homes to plan for before any placement exists.
     """
     requests, owner = np.unique(trace.request, return_inverse=True)
-    layers = range(0, trace.num_layers, -(-trace.num_layers * trace.num_experts // MOST_FEATURES))
+    layers = telling_layers(trace)
     usage = np.zeros((len(requests), len(layers), trace.num_experts))
     for place, layer in enumerate(layers):
         flat = owner[:, None] * trace.num_experts + trace.experts[:, layer]

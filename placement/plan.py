@@ -24,6 +24,7 @@ from placement.homes import (
     homes_per_token,
     random_homes,
     route_homes,
+    telling_layers,
 )
 from placement.matching import match_labels
 from placement.planfile import Plan
@@ -71,17 +72,19 @@ def plan_placement(
     tree = tree_of(topology)
     routed = _first_homes(trace, tree, topology, seed)
     routable = topology.num_nodes > 1 and trace.num_requests > 1 and not balance_only
-    table = _place(trace, tree, settings_for(trace, topology, wish, draft=routable), routed, seed)
+    # A first draft is made to draw homes from alone, which a part of a large model's layers is enough for.
+    step = telling_layers(trace).step if routable else 1
+    seen = replace(trace, experts=np.ascontiguousarray(trace.experts[:, ::step]), layers=None)
+    sampled = sampled_tokens(trace)
+    table = _place(seen, tree, settings_for(trace, topology, wish, draft=routable), routed, sampled, seed)
     draft = Placement(epoch=0, num_ranks=topology.num_ranks, num_experts=trace.num_experts, physical_to_logical=table)
     if routable:
-        requests, ranks = route_homes(draft, topology, trace, max(16, int(HOME_PREFIX * size_factor(trace))))
+        requests, ranks = route_homes(draft, topology, seen, max(16, int(HOME_PREFIX * size_factor(trace))))
         routed = homes_per_token(trace.request, requests, ranks)
-        table = _place(trace, tree, settings_for(trace, topology, wish, draft=False), routed, seed + 1)
+        table = _place(trace, tree, settings_for(trace, topology, wish, draft=False), routed, sampled, seed + 1)
         draft = replace(draft, physical_to_logical=table)
     placed = draft if current is None else match_labels(draft, current, topology, rows)
-    return level_shares(
-        placed, topology, trace, _both_homes(routed, topology, seed), sampled_tokens=sampled_tokens(trace)
-    )
+    return level_shares(placed, topology, trace, _both_homes(routed, topology, seed), sampled_tokens=sampled)
 
 
 def _both_homes(routed: NDArray[np.int32], topology: Topology, seed: int) -> NDArray[np.int32]:
@@ -114,11 +117,11 @@ def _first_homes(trace: RoutingTrace, tree: Branch, topology: Topology, seed: in
 
 
 def _place(
-    trace: RoutingTrace, tree: Branch, settings: Settings, routed: NDArray[np.int32], seed: int
+    trace: RoutingTrace, tree: Branch, settings: Settings, routed: NDArray[np.int32], sampled: int, seed: int
 ) -> NDArray[np.int32]:
     """The table [L, P]. Half of the sample has random homes, half routed ones, so that the plan serves both."""
     rng = np.random.default_rng(seed)
-    picks = [rng.permutation(trace.num_tokens)[: sampled_tokens(trace)] for _ in range(2)]
+    picks = [rng.permutation(trace.num_tokens)[:sampled] for _ in range(2)]
     pick = np.concatenate(picks)
     mingle = rng.permutation(len(pick))
     home = np.concatenate([rng.integers(0, len(tree.ranks), len(picks[0])), routed[picks[1]]])[mingle]
