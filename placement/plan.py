@@ -74,7 +74,7 @@ def plan_placement(
     routable = topology.num_nodes > 1 and trace.num_requests > 1 and not balance_only
     # A first draft is made to draw homes from alone, which a part of a large model's layers is enough for.
     step = telling_layers(trace).step if routable else 1
-    seen = replace(trace, experts=np.ascontiguousarray(trace.experts[:, ::step]), layers=None)
+    seen = replace(trace, experts=np.ascontiguousarray(trace.experts[:, ::step]), gate_weight=None, layers=None)
     sampled = sampled_tokens(trace)
     table = _place(seen, tree, settings_for(trace, topology, wish, draft=routable), routed, sampled, seed)
     draft = Placement(epoch=0, num_ranks=topology.num_ranks, num_experts=trace.num_experts, physical_to_logical=table)
