@@ -92,12 +92,12 @@ class RebalanceConfig(_Strict):
     """min_gain: the share of other-node visits, on held-out requests, that a new plan must save to be enacted.
 
     window_tokens: a plan is made from about so many of the newest recorded tokens.
-    max_mb_per_s: what each rank sends at most while experts move; no limit if absent. checkpoint_gb_s: how fast a rank
+    max_mb_per_s: what each rank sends at most while experts move; null: no limit. checkpoint_gb_s: how fast a rank
     reads the checkpoint, which is then preferred to a peer behind a slower link; 0: only for experts that no rank has.
     """
 
     min_gain: float = Field(default=0.02, ge=0, lt=1)
-    max_mb_per_s: float | None = Field(default=None, gt=0)
+    max_mb_per_s: float | None = Field(default=1000.0, gt=0)
     checkpoint_gb_s: float = Field(default=0.0, ge=0)
     seed: int = 0
     window_tokens: int = Field(default=200_000, ge=1)

@@ -2,7 +2,7 @@
 
 A token travels once to each rank that needs it, with the ids and weights of its experts there, and comes back as one
 summed vector. Each call is three collectives that every rank joins, with zero tokens if it has none. The first carries
-counts and epochs: a rank refuses to go on with a peer of another epoch.
+counts and epochs: a rank refuses to go on with a peer of another epoch. `workers/gathering.py` is the other way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from placement.errors import ExchangeError, StaleEpochError
 from workers.peers import Group
@@ -61,20 +63,32 @@ class Exchange:
         self.sent_rows = 0
 
     def dispatch(
-        self, *, epoch: int, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, ranks: torch.Tensor
+        self,
+        *,
+        epoch: int,
+        hidden: torch.Tensor,
+        experts: NDArray[np.int64],
+        weights: torch.Tensor,
+        ranks: NDArray[np.int32],
     ) -> tuple[Dispatch, Arrivals]:
-        """Send hidden [T, H] with experts and weights [T, K] to ranks [T, K]. Raises StaleEpochError."""
-        destinations = torch.arange(self._num_ranks, device=hidden.device)
-        going = (ranks.unsqueeze(0) == destinations[:, None, None]).any(dim=-1)
-        destination, token = going.nonzero(as_tuple=True)
-        here = ranks[token] == destination.unsqueeze(1)
-        rows = _pack(hidden[token], weights[token].float(), torch.where(here, experts[token], -1).to(torch.int32))
-        sent = torch.bincount(destination, minlength=self._num_ranks)
-        received = self._swap_counts(epoch, sent)
-        plan = Dispatch(token=token, sent=sent.tolist(), received=received)
+        """Send hidden [T, H] with experts and weights [T, K] to ranks [T, K]. Raises StaleEpochError.
+
+        experts and ranks lie on the host, so that what goes where is known there without a wait for the device.
+        """
+        going = (ranks[None] == np.arange(self._num_ranks)[:, None, None]).any(axis=2)
+        destination, token = np.nonzero(going)
+        sent: list[int] = going.sum(axis=1).tolist()
+        here = experts[token].astype(np.int32)
+        here[ranks[token] != destination[:, None]] = -1
+        rows_of = torch.from_numpy(token).to(hidden.device)
+        # torch.from_numpy gives an empty array strides of 0, of which no view of bytes can be made.
+        own = torch.empty(here.shape, dtype=torch.int32, device=hidden.device).copy_(torch.from_numpy(here))
+        rows = _pack(hidden[rows_of], weights[rows_of].float(), own)
+        received = self._swap_counts(epoch, sent, hidden.device)
+        plan = Dispatch(token=rows_of, sent=sent, received=received)
         self.sent_rows += len(token)
         arrived = self._empty((sum(received), rows.shape[1]), torch.uint8, hidden.device)
-        self._all_to_all(arrived, rows, plan.received, plan.sent)
+        self._all_to_all(arrived, rows, received, sent)
         arrivals: Arrivals = self._attempt(lambda: _unpack(arrived, hidden.shape[1], hidden.dtype, experts.shape[1]))
         return plan, arrivals
 
@@ -93,15 +107,13 @@ class Exchange:
     def partial_dtype(self) -> torch.dtype:
         return self._partial_dtype
 
-    def _swap_counts(self, epoch: int, sent: torch.Tensor) -> list[int]:
-        outgoing = torch.stack([sent, torch.full_like(sent, epoch)], dim=1)
+    def _swap_counts(self, epoch: int, sent: list[int], device: torch.device) -> list[int]:
+        outgoing = torch.tensor([[count, epoch] for count in sent], dtype=torch.int64, device=device)
         incoming = torch.empty_like(outgoing)
         self._all_to_all(incoming, outgoing, None, None)
-        counts, epochs = incoming.unbind(dim=1)
-        others = epochs.tolist()
-        stale = [rank for rank, other in enumerate(others) if other != epoch]
-        if stale:
-            raise StaleEpochError(f"this rank serves epoch {epoch}, but rank {stale[0]} serves {others[stale[0]]}")
+        counts, epochs = incoming.cpu().unbind(dim=1)
+        self._group.check()
+        check_epochs(epoch, epochs.tolist())
         result: list[int] = counts.tolist()
         return result
 
@@ -112,6 +124,13 @@ class Exchange:
             self._group.all_to_all(incoming, outgoing, received, sent)
         except ExchangeError as error:
             raise ExchangeError(f"the exchange with the other ranks failed: {error}") from error
+
+
+def check_epochs(epoch: int, others: list[int]) -> None:
+    """others: the epoch that each rank serves, by rank. Raises StaleEpochError for one that is not this."""
+    for rank, other in enumerate(others):
+        if other != epoch:
+            raise StaleEpochError(f"this rank serves epoch {epoch}, but rank {rank} serves {other}")
 
 
 def _pack(hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

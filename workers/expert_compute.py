@@ -71,7 +71,8 @@ class ExpertCompute:
                 return out
         # The one time that the host waits for the device: which experts does the layer need?
         wanted = experts.reshape(-1)
-        known = (wanted if ahead is None else torch.cat((wanted, ahead.reshape(-1).to(wanted.dtype)))).cpu().numpy()
+        parts = (wanted,) if ahead is None else (wanted, ahead.reshape(-1).to(wanted.device, wanted.dtype))
+        known = torch.cat(parts).cpu().numpy()
         self._staging.begin()
         chosen, foreseen = np.split(known, [len(wanted)])
         self.pairs += int((chosen >= 0).sum())

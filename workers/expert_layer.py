@@ -13,9 +13,10 @@ from placement.dispatch import choose_ranks
 from placement.errors import ExchangeError
 from placement.fit.serving import LAYER_BYTES_PER_ELEMENT
 from workers.blob import BlobLayout
-from workers.exchange import Arrivals, Exchange
+from workers.exchange import Arrivals, Dispatch, Exchange
 from workers.expert_compute import ExpertCompute
 from workers.foresight import NextRouter
+from workers.gathering import Gathered, GatherExchange
 from workers.memory import Memory
 from workers.recorder import Recorder
 from workers.relief import Relief
@@ -28,6 +29,7 @@ from workers.step_clock import StepClock
 class ExpertLayer:
     """Computes the routed experts of MoE layer `layer` together with the same layer of the other ranks.
 
+    gathering: the exchange for steps in which the ranks have agreed on a number of tokens; None where it does not pay.
     next_router: of the next MoE layer, if there is one that can be asked ahead.
     """
 
@@ -39,6 +41,7 @@ class ExpertLayer:
         layout: BlobLayout,
         cache: SlotCache,
         exchange: Exchange,
+        gathering: GatherExchange | None,
         table: RoutingTable,
         recorder: Recorder,
         clock: StepClock,
@@ -56,6 +59,7 @@ class ExpertLayer:
         self._next_router = next_router
         self._relief = relief
         self._memory = memory
+        self._gathering = gathering
         self._table = table
         self._recorder = recorder
         self._clock = clock
@@ -79,10 +83,7 @@ class ExpertLayer:
         start = time.perf_counter()
         chosen = top_k_index.cpu().numpy()
         self._recorder.record(self._layer, chosen, top_k_weights)
-        ranks = torch.from_numpy(self._ranks_of(chosen)).to(hidden.device)
-        plan, arrivals = self._exchange.dispatch(
-            epoch=self._table.epoch, hidden=hidden, experts=top_k_index, weights=top_k_weights, ranks=ranks
-        )
+        plan, arrivals = self._dispatch(hidden, chosen, top_k_weights, self._ranks_of(chosen))
         dispatched = time.perf_counter()
         try:
             partial = self._relief.attempt(lambda: self.compute(arrivals))
@@ -91,7 +92,7 @@ class ExpertLayer:
             raise ExchangeError(f"layer {self._layer}: this rank could not compute its experts: {error}") from error
         computed = time.perf_counter()
         self._table.count_layer()
-        combined = self._spoiled.clean(self._exchange.combine(plan, partial, len(hidden))).to(hidden.dtype)
+        combined = self._spoiled.clean(self._combine(plan, partial, len(hidden))).to(hidden.dtype)
         self._clock.layer(start, dispatched, computed, time.perf_counter())
         return combined
 
@@ -103,6 +104,22 @@ class ExpertLayer:
     def join_empty(self) -> None:
         """Take part in the layer's exchange without a token of one's own: others may need the experts here."""
         self(*self._nothing)
+
+    def _dispatch(
+        self, hidden: torch.Tensor, chosen: NDArray[np.int64], weights: torch.Tensor, ranks: NDArray[np.int32]
+    ) -> tuple[Dispatch | Gathered, Arrivals]:
+        epoch, capacity = self._table.epoch, self._table.most_tokens
+        if self._gathering is not None and capacity:
+            return self._gathering.dispatch(
+                epoch=epoch, hidden=hidden, experts=chosen, weights=weights, ranks=ranks, capacity=capacity
+            )
+        return self._exchange.dispatch(epoch=epoch, hidden=hidden, experts=chosen, weights=weights, ranks=ranks)
+
+    def _combine(self, plan: Dispatch | Gathered, partial: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        if isinstance(plan, Gathered):
+            assert self._gathering is not None
+            return self._gathering.combine(plan, partial, num_tokens)
+        return self._exchange.combine(plan, partial, num_tokens)
 
     def compute(self, arrivals: Arrivals) -> torch.Tensor:
         """The weighted sum over the experts of each arrival that lie here: [n, H] in the exchange's partial dtype."""

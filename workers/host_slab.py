@@ -40,6 +40,11 @@ class HostSlab:
         return len(self._blobs)
 
     @property
+    def num_rows(self) -> int:
+        """How many experts lie in host memory at the same time."""
+        return len(self._blobs)
+
+    @property
     def num_free(self) -> int:
         with self._lock:
             return len(self._free)

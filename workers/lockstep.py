@@ -33,9 +33,13 @@ IDLE_WAIT_S = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What all ranks found together before a step. epoch is the newest that every rank is ready to serve."""
+    """What all ranks found together before a step. epoch is the newest that every rank is ready to serve.
+
+    most_tokens: of any rank in the step.
+    """
 
     any_work: bool
+    most_tokens: int
     all_stop: bool
     epoch: int
 
@@ -51,6 +55,9 @@ class StepHooks(Protocol):
 
     def enter_epoch(self, epoch: int) -> None:
         """Every rank is ready: serve this epoch from now on."""
+
+    def expect_tokens(self, most: int) -> None:
+        """No rank has more tokens than this in the step that comes."""
 
     def begin_step(self, batch: list[Any], input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         """A step with work of this rank's own begins; ids and positions are [T]."""
@@ -92,8 +99,10 @@ class LockstepManager(ContinuousBatchingManager):
             batch_processor.scheduler.block_new_requests = False
         has_work = self._retries or batch_processor.prepare_next_batch()
         wants_stop = self.background_thread_status.tp_status != BackgroundThreadStatus.DONT_STOP and not has_work
-        agreed = self._agree(has_work, wants_stop)
+        num_tokens = batch_processor.inputs_and_outputs.num_q_tokens if has_work else 0
+        agreed = self._agree(num_tokens, has_work, wants_stop)
         self._hooks.enter_epoch(agreed.epoch)
+        self._hooks.expect_tokens(agreed.most_tokens)
         if not agreed.any_work:
             if agreed.all_stop:
                 return False
@@ -133,19 +142,22 @@ class LockstepManager(ContinuousBatchingManager):
         self.current_batch += 1
         batch_processor.update_batch()
 
-    def _agree(self, has_work: bool, wants_stop: bool) -> Agreement:
+    def _agree(self, num_tokens: int, has_work: bool, wants_stop: bool) -> Agreement:
         serving = self._hooks.serving_epoch()
         votes = torch.tensor(
-            [int(has_work), -int(wants_stop), -self._hooks.ready_epoch(), serving, -serving], dtype=torch.int64
+            [int(has_work), -int(wants_stop), -self._hooks.ready_epoch(), serving, -serving, num_tokens],
+            dtype=torch.int64,
         )
         try:
             self._control.all_reduce_max(votes)
         except ExchangeError as error:
             raise ExchangeError(f"the ranks could not agree on a step: {error}") from error
-        any_work, some_go_on, oldest_ready, newest, oldest = votes.tolist()
+        any_work, some_go_on, oldest_ready, newest, oldest, most_tokens = votes.tolist()
         if newest != -oldest:
             raise StaleEpochError(f"this rank serves epoch {serving}, but the ranks serve {-oldest} to {newest}")
-        return Agreement(any_work=bool(any_work), all_stop=some_go_on == -1, epoch=-oldest_ready)
+        return Agreement(
+            any_work=bool(any_work), most_tokens=most_tokens, all_stop=some_go_on == -1, epoch=-oldest_ready
+        )
 
     def break_off(self, timeout_s: float) -> bool:
         """End the serving thread without agreement, once its groups are left; False where its step does not end."""

@@ -34,6 +34,20 @@ class Answer(IntEnum):
     SEND = 3
 
 
+class Pace:
+    """Waits so long before each blob that no more than max_bytes_per_s are sent; None is no limit."""
+
+    def __init__(self, blob_bytes: int, max_bytes_per_s: float | None) -> None:
+        self._pause_s = 0.0 if max_bytes_per_s is None else blob_bytes / max_bytes_per_s
+        self._next_send = 0.0
+
+    def keep(self) -> None:
+        now = time.monotonic()
+        if self._next_send > now:
+            time.sleep(self._next_send - now)
+        self._next_send = max(now, self._next_send) + self._pause_s
+
+
 class Mover:
     """Copies blobs between host slabs over a group of its own. One round at a time.
 
@@ -47,8 +61,7 @@ class Mover:
         self._group = group
         self._rank = rank
         self._blob_bytes = blob_bytes
-        self._pause_s = 0.0 if max_bytes_per_s is None else blob_bytes / max_bytes_per_s
-        self._next_send = 0.0
+        self._pace = Pace(blob_bytes, max_bytes_per_s)
 
     def copy_round(self, epoch: int, moves: Sequence[Move]) -> int:
         """Do this rank's moves of a round to an epoch, in order. Returns the bytes received.
@@ -85,14 +98,8 @@ class Mover:
         if answer is Answer.REFUSED:
             raise MigrationError(f"rank {move.target.rank} does not move to epoch {epoch}")
         if answer is Answer.SEND:
-            self._keep_pace()
+            self._pace.keep()
             self._group.send(blob, move.target.rank)
-
-    def _keep_pace(self) -> None:
-        now = time.monotonic()
-        if self._next_send > now:
-            time.sleep(self._next_send - now)
-        self._next_send = max(now, self._next_send) + self._pause_s
 
     def _receive(self, epoch: int, move: Move) -> int:
         """The bytes that came: none where the expert is here already, as it may be after a move that was broken off."""

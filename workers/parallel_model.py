@@ -20,6 +20,7 @@ from workers.exchange import Exchange
 from workers.expert_layer import ExpertLayer
 from workers.expert_source import ExpertSource, ModuleExperts
 from workers.foresight import next_routers
+from workers.gathering import GatherExchange, is_worth_gathering
 from workers.links import Link, link_for
 from workers.loading import check_fits, fill_slab, shape_of
 from workers.memory import Memory, memory_of
@@ -51,7 +52,8 @@ class ParallelModel:
     """One rank's share of a model: all of it but the experts, of which it reads its own only.
 
     experts: where they are read; from the model itself, which is then whole, unless given. cache_share: the share of
-    the rank's rows that its slots hold. host_slab_rows and the rest: see WorkerOptions.
+    the rank's rows that its slots hold. gathers: whether the ranks gather (see `workers/gathering.py`); where it pays,
+    unless given. host_slab_rows and the rest: see WorkerOptions.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class ParallelModel:
         experts: ExpertSource | None = None,
         host_budget: int | None = None,
         disk_path: Path | None = None,
+        gathers: bool | None = None,
     ) -> None:
         self.model = model
+        self._gathers = gathers
         self.shape = shape_of(model)
         check_fits(self.shape, placement)
         self._device = device
@@ -141,6 +145,7 @@ class ParallelModel:
             partial_dtype=partial_dtype,
             attempt=self.relief.attempt,
         )
+        gathering = self._gathering(group, partial_dtype)
         self._layers = [
             ExpertLayer(
                 layer=layer,
@@ -148,6 +153,7 @@ class ParallelModel:
                 layout=self.layout,
                 cache=self.cache,
                 exchange=exchange,
+                gathering=gathering,
                 table=self.table,
                 recorder=recorder,
                 clock=clock,
@@ -193,6 +199,27 @@ class ParallelModel:
                 f"memory has no room for a KV cache of {tokens} tokens, even with {self.cache.num_slots} slots for "
                 f"experts: {error}; lower workers.kv_pages"
             ) from error
+
+    def _gathering(self, group: Group, partial_dtype: torch.dtype) -> GatherExchange | None:
+        nodes = self.table.node_of_rank
+        pays = is_worth_gathering(num_ranks=len(nodes), num_nodes=int(nodes[-1]) + 1, top_k=self.shape.top_k)
+        # On a CPU bytes cost more than a wait.
+        gathers = pays and self._device.type != "cpu" if self._gathers is None else self._gathers and len(nodes) > 1
+        if not gathers:
+            return None
+        return GatherExchange(
+            group,
+            rank=self.table.rank,
+            num_ranks=len(nodes),
+            num_experts=self.shape.num_experts,
+            partial_dtype=partial_dtype,
+            attempt=self.relief.attempt,
+        )
+
+    @property
+    def layers(self) -> list[ExpertLayer]:
+        """The expert layers since `attach`, in order."""
+        return self._layers
 
     def join_step(self) -> None:
         """Join the layers of the step under way that this rank has not joined yet, with zero tokens."""

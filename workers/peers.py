@@ -1,13 +1,15 @@
 """Process groups: how the ranks of one cluster find and reach each other, and how a rank breaks off.
 
-Three groups, so that no traffic waits for another kind: `data` (the exchange of every layer; NCCL when the rank has a
-GPU), `control` (the agreement before each step; gloo) and `bulk` (weights that migrate beside the traffic; gloo).
+Three groups, so that no traffic waits for another kind: `data` (the exchange of every layer), `control` (the agreement
+before each step) and `bulk` (weights that migrate beside the traffic). Data and bulk are NCCL's when the rank has a
+GPU, all else is gloo's.
 A group is founded under an epoch. When a rank is lost the others leave at once, and meet again in new groups, at
 another store, under a later epoch: nothing that a lost rank still says can reach them.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import socket
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from placement.errors import ExchangeError
@@ -70,6 +73,25 @@ class Group:
             lambda: self._backend.alltoall_base(incoming, outgoing, received or [], sent or [], dist.AllToAllOptions())
         )
 
+    def all_gather(self, gathered: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
+        """The rows of all ranks, in rank order, of several tensors at once; mine may lie in its place there."""
+        if self._is_on_stream:
+            self._finish(lambda: self._gather_as_one(gathered, mine))
+            return
+        for into, own in zip(gathered, mine, strict=True):
+            self._finish(functools.partial(self._backend._allgather_base, into, own, AllgatherOptions()))
+
+    def _gather_as_one(self, gathered: list[torch.Tensor], mine: list[torch.Tensor]) -> Any:
+        """One launch for all of them."""
+        self._backend._start_coalescing()
+        for into, own in zip(gathered, mine, strict=True):
+            self._backend._allgather_base(into, own, AllgatherOptions())
+        return self._backend._end_coalescing()
+
+    def reduce_scatter(self, mine: torch.Tensor, summands: torch.Tensor) -> None:
+        """This rank's share of the rows, each the sum of all ranks' rows at that place."""
+        self._finish(lambda: self._backend._reduce_scatter_base(mine, summands, dist.ReduceScatterOptions()))
+
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """One call of send or receive at a time."""
         self._pass(lambda: self._backend.send([tensor], rank, 0))
@@ -84,13 +106,21 @@ class Group:
             self._backend.abort()
 
     @property
+    def has_left(self) -> bool:
+        return self._left.is_set()
+
+    def check(self) -> None:
+        """Raises ExchangeError once this rank has left: what NCCL was broken off in holds nothing that may be used."""
+        if self._left.is_set():
+            raise ExchangeError("this rank has left the group")
+
+    @property
     def is_settled(self) -> bool:
         """Whether nothing is under way any more. Until then the group must be kept: to take it down would block."""
         return all(is_done() for is_done in self._unfinished)
 
     def _finish(self, start: Callable[[], Any]) -> None:
-        if self._left.is_set():
-            raise ExchangeError("this rank has left the group")
+        self.check()
         self.moved_at, self.waiting = time.monotonic(), True
         deadline = self.moved_at + self._timeout_s
         try:
@@ -108,8 +138,10 @@ class Group:
     def _pass(self, start: Callable[[], Any]) -> None:
         """A transfer between two ranks. Gloo closes a pair when a wait for it times out, and can't break one off, so a
         thread waits for it to the end, and is left to itself where this rank leaves."""
-        if self._left.is_set():
-            raise ExchangeError("this rank has left the group")
+        if self._is_on_stream:
+            self._finish(start)
+            return
+        self.check()
         outcome: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
 
         def wait() -> None:
@@ -202,6 +234,8 @@ def join(
     meeting_timeout_s: how long to wait for the others to come, timeout_s unless given. Raises ExchangeError.
     """
     os.environ["NCCL_SOCKET_IFNAME"] = rendezvous.interface
+    # Else torch ends the process when a collective is late; here a rank leaves, and goes on with those that are left.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     patience = timedelta(seconds=timeout_s if meeting_timeout_s is None else meeting_timeout_s)
     try:
         if store is None:
@@ -219,7 +253,7 @@ def join(
             f"{rendezvous.port}: {_first_line(error)}"
         ) from error
     groups = {
-        name: Group(backend, timeout_s=timeout_s, is_on_stream=name == "data" and device.type == "cuda")
+        name: Group(backend, timeout_s=timeout_s, is_on_stream=name != "control" and device.type == "cuda")
         for name, backend in backends.items()
     }
     return Peers(rank=rank, num_ranks=num_ranks, epoch=rendezvous.epoch, **groups)
@@ -235,7 +269,7 @@ def _backend(
     device: torch.device,
 ) -> Any:
     own = PrefixStore(f"{rendezvous.epoch}/{name}", store)
-    if name == "data" and device.type == "cuda":
+    if name != "control" and device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(own, rank, num_ranks, nccl)

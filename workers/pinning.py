@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import mmap
@@ -44,6 +45,12 @@ def chunk_rows(row_bytes: int) -> int:
     return max(1, CHUNK_BYTES // (row_bytes * rows_of_whole_pages)) * rows_of_whole_pages
 
 
+def _clear_error() -> None:
+    """CUDA keeps the error of a refused call, and the next call of torch's that looks would raise it."""
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
 def _register(parts: tuple[torch.Tensor, ...]) -> None:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     done = 0
@@ -58,5 +65,6 @@ def _register(parts: tuple[torch.Tensor, ...]) -> None:
                 total / 2**30,
                 error,
             )
+            _clear_error()
             return
         done += part.numel()

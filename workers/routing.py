@@ -33,6 +33,7 @@ class RoutingTable:
         self.node_of_rank: NDArray[np.int32] = np.array(topology.node_of_rank(), np.int32)
         self.node_of_rank.setflags(write=False)
         self.layers_done = 0
+        self.most_tokens = 0
         self.traffic = TrafficCounters()
         self.switch(placement)
 
@@ -47,6 +48,10 @@ class RoutingTable:
         self.placement = placement
         self.epoch = placement.epoch
         self.holds: NDArray[np.uint16] = placement.weights_per_rank()
+
+    def expect(self, most_tokens: int) -> None:
+        """The ranks have agreed that none of them has more tokens in the next step; 0: they have not."""
+        self.most_tokens = most_tokens
 
     def begin_step(self) -> None:
         self.layers_done = 0

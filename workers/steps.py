@@ -62,6 +62,9 @@ class ServingSteps:
     def enter_epoch(self, epoch: int) -> None:
         self._epochs.enter(epoch)
 
+    def expect_tokens(self, most: int) -> None:
+        self._parallel.table.expect(most)
+
     def begin_step(self, batch: list[Any], input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         self._begin()
         self._parallel.table.begin_step()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,7 @@ from workers.events import EventRouter, TokenEvent
 from workers.filling import tiers_on
 from workers.loading import ModelShape, device_of, load_share
 from workers.lockstep import LockstepManager
-from workers.mover import Mover
+from workers.movers import make_mover
 from workers.numa import bind_near
 from workers.options import WorkerOptions
 from workers.parallel_model import ParallelModel
@@ -57,6 +58,8 @@ class ExpertWorker:
         self._options = options
         self._rank = rank
         self._topology = topology
+        # Before CUDA starts: queues enough, so that no stream waits behind another's collective.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self._device = device_of(options.device)
         bind_near(self._device)
         model, experts = load_share(options, self._device)
@@ -167,11 +170,13 @@ class ExpertWorker:
                 self._parted.append(met)
                 raise StaleEpochError(f"rank {rank} met under epoch {met.epoch}, but is asked to epoch {self._newest}")
             self._peers = met
-            self._mover = Mover(
+            self._mover = make_mover(
                 self._parallel.slab,
                 group=met.bulk,
                 rank=rank,
                 blob_bytes=self.expert_bytes,
+                device=self._device,
+                timeout_s=self._options.peer_timeout_s,
                 max_bytes_per_s=self._options.migration_bytes_per_s,
             )
 

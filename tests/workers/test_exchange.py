@@ -22,7 +22,7 @@ def exchange(rank: int, mail: Any) -> dict[str, Any]:
     link = Exchange(groups.data, num_ranks=2, partial_dtype=torch.float64)
     num_tokens = 2 if rank == 0 else 0
     hidden = torch.arange(num_tokens * HIDDEN, dtype=torch.float32).view(num_tokens, HIDDEN)
-    experts, ranks = EXPERTS[:num_tokens], RANKS[:num_tokens]
+    experts, ranks = EXPERTS[:num_tokens].numpy(), RANKS[:num_tokens].numpy()
     weights = torch.full((num_tokens, TOP_K), 0.5)
     plan, arrivals = link.dispatch(epoch=3, hidden=hidden, experts=experts, weights=weights, ranks=ranks)
     partial = arrivals.hidden.double() * (arrivals.experts >= 0).sum(dim=1, keepdim=True)
