@@ -119,6 +119,18 @@ def test_top_shows_the_ranks_of_the_running_cluster(serving: Serving, folder: Pa
     assert (found["progress"], found["problem"]) == ("idle", None)
 
 
+def test_tokens_go_before_planning_and_behind_nothing(serving: Serving) -> None:
+    niceness: dict[str, set[int]] = {"ray::WorkerActor": set(), "ray::PlacementServiceActor": set()}
+    for process in serving.family():
+        title = " ".join(process.cmdline())
+        for kind, found in niceness.items():
+            if title.startswith(kind):
+                found.add(process.nice())
+    (own,) = niceness["ray::WorkerActor"]
+    assert own == serving.family()[0].nice()
+    assert niceness["ray::PlacementServiceActor"] == {own + 10}
+
+
 def test_nothing_listens_beyond_loopback(serving: Serving) -> None:
     open_to_all = {
         (process.name(), connection.laddr.ip)
