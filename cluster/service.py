@@ -24,7 +24,7 @@ from cluster.forming import Meeting, Ranks, form
 from cluster.gate import gate, gate_levelled
 from cluster.history import History, Member
 from cluster.outcomes import PAYS, Formed, RebalanceResult
-from cluster.traffic import REFERENCE, Traffic
+from cluster.traffic import REFERENCE, Traffic, as_ranks
 from placement.errors import ConfigError, MigrationError, TraceError
 from placement.graph import count_load
 from placement.levelled import make_levelled_plan
@@ -186,7 +186,7 @@ class PlacementService:
 
     def _recorded(self) -> RoutingTrace:
         self._on_all("flush_trace")
-        trace = self._as_ranks(self._traffic.recent())
+        trace = as_ranks(self._traffic.recent(), self._book.seats)
         self._load = count_load(trace)[0]
         return trace
 
@@ -200,13 +200,6 @@ class PlacementService:
 
     def _gate(self, plan: Plan, most_copies: int | None) -> str | None:
         return (gate if most_copies is None else gate_levelled)(plan.measured, self._min_gain)
-
-    def _as_ranks(self, trace: RoutingTrace) -> RoutingTrace:
-        """Traces name seats; those that are not taken are unknown ranks."""
-        rank_of = np.full(self._book.initial.topology.num_ranks + 1, -1, np.int32)
-        for rank, member in enumerate(self.members):
-            rank_of[member.seat] = rank
-        return replace(trace, source_rank=rank_of[trace.source_rank])
 
     def rebalance(
         self, note: Callable[[str], None] = lambda text: None, *, is_gated: bool = True, most_copies: int | None = None
@@ -231,7 +224,7 @@ class PlacementService:
                     plan = replace(plan, placement=plan.placement.with_epoch(self._book.next_epoch()))
                 if reason is not None:
                     mark = self._traffic.mark()
-                    self._keep_reference(trace)
+                    self._traffic.keep_reference(trace, self._seed)
                     self._book.leave(plan, {"reason": reason, "base": base, "mark": mark})
                     return RebalanceResult(
                         decision="left", reason=reason, before=before, plan=plan, migration=None, plan_s=plan_s
@@ -239,14 +232,8 @@ class PlacementService:
                 self.history.add(plan, detail={"base": base}, members=self.members)
                 result = self._enactor.enact(self._company, plan, self._migration(plan), plan_s=plan_s, note=note)
             if result.decision == "applied":
-                self._keep_reference(trace)
+                self._traffic.keep_reference(trace, self._seed)
             return result
-
-    def _keep_reference(self, trace: RoutingTrace) -> None:
-        try:
-            self._traffic.keep_reference(trace, self._seed)
-        except OSError as error:
-            logger.warning("what was decided on is not kept, so that drift is not seen: %s", error)
 
     @property
     def _topology(self) -> Topology:
@@ -261,7 +248,7 @@ class PlacementService:
         epoch = self.current.placement.epoch
         try:
             base = self.history.base_of(epoch)
-            trace = self._as_ranks(self._traffic.recent(self.history.mark_of(epoch)))
+            trace = as_ranks(self._traffic.recent(self.history.mark_of(epoch)), self._book.seats)
             before = None if base is None else self.history.plan(base).placement
             self.history.note(epoch, states.MEASURED, measure_effect(self.current, before, trace))
         except TraceError:

@@ -8,6 +8,8 @@ what came later can be told apart, even after a restart.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy as np
 from placement.drift import MOST_TOKENS
 from placement.errors import TraceError
 from placement.files import write_whole
-from placement.trace import RoutingTrace, concatenate, read_segment, segment_bytes
+from placement.trace import UNKNOWN_RANK, RoutingTrace, concatenate, read_segment, segment_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +60,15 @@ class Traffic:
         return concatenate(newest, source=str(self._folder))
 
     def keep_reference(self, trace: RoutingTrace, seed: int) -> None:
-        """Keep a sample of the traffic that a decision was made on, in place of the last one's."""
+        """Keep a sample of the traffic that a decision was made on, in place of the last one's, if there is room."""
         if trace.num_tokens > MOST_TOKENS:
             pick = np.random.default_rng(seed).choice(trace.num_tokens, MOST_TOKENS, replace=False)
             trace = trace.select(np.sort(pick))
-        self._reference.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._reference, segment_bytes(trace))
+        try:
+            self._reference.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._reference, segment_bytes(trace))
+        except OSError as error:
+            logger.warning("what was decided on is not kept, so that drift is not seen: %s", error)
 
     def reference(self) -> RoutingTrace | None:
         """What the last decision was made on; None before the first. Raises TraceError where the file is broken."""
@@ -71,6 +76,14 @@ class Traffic:
 
     def _segments(self) -> list[Path]:
         return sorted(self._folder.glob("rank*-*.safetensors"))
+
+
+def as_ranks(trace: RoutingTrace, seats: Sequence[int]) -> RoutingTrace:
+    """A trace that names seats, with the ranks instead: seats[rank]. A seat that is not taken is an unknown rank."""
+    rank_of = np.full(max([*seats, int(trace.source_rank.max())]) + 2, UNKNOWN_RANK, np.int32)
+    for rank, seat in enumerate(seats):
+        rank_of[seat] = rank
+    return replace(trace, source_rank=rank_of[trace.source_rank])
 
 
 def _parts(path: Path) -> tuple[str, int]:
