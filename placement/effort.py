@@ -16,7 +16,6 @@ MOST_SAMPLED, LEAST_SAMPLED = 40_000, 5_000
 SERVICES, PROPOSAL_OVERHEAD = 1e9, 100
 SMALL_MODEL = 768
 LARGE_MODEL_STEEPNESS = 1.5
-LEAST_PRICE = 0.45
 BETWEEN = Costs(visit=1.0, balance=0.5)
 INSIDE = Costs(visit=0.03, balance=0.75)
 
@@ -50,8 +49,7 @@ def settings_for(trace: RoutingTrace, topology: Topology, wish: Wish, *, draft: 
     """Search stages that fit the effort. A draft is made to draw homes from: it takes one short stage alone.
 
     Visits grow with top_k and shrink with spare slots, balance does not: the price of imbalance goes with them. It
-    falls twice with spare slots, for shares level much of what the search leaves, but not without end: where nodes hold
-    most experts, hops are cheap and loads drift apart.
+    falls twice with spare slots, for shares level much of what the search leaves.
     """
     slots, sampled = int(wish.rows_of_rank.sum()), sampled_tokens(trace)
     per_node = -(-slots // topology.num_nodes)
@@ -77,7 +75,7 @@ def settings_for(trace: RoutingTrace, topology: Topology, wish: Wish, *, draft: 
         tuple(replace(stage, proposals=int(stage.proposals * scale)) for stage in stages)
         for stages in (between, inside)
     ]
-    price = wish.balance_price * trace.top_k * max(LEAST_PRICE, (trace.num_experts / slots) ** 2)
+    price = wish.balance_price * trace.top_k * (trace.num_experts / slots) ** 2
     return Settings(
         rows_of_rank=wish.rows_of_rank,
         num_groups=wish.num_groups,
