@@ -184,7 +184,6 @@ class Soak:
 def run(seconds: float, seed: int = 0) -> dict[str, Any]:
     """Soak for so long. Returns the figures."""
     torch.set_num_threads(1)
-    logging.getLogger("workers").setLevel(logging.ERROR)
     soak = Soak(seed)
     process = psutil.Process()
     begun = time.monotonic()
@@ -223,6 +222,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help="write the figures as JSON")
     options = parser.parse_args()
+    logging.getLogger("workers").setLevel(logging.ERROR)
     with torch.no_grad():
         figures = run(options.seconds, options.seed)
     figures |= {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -107,7 +108,8 @@ def test_logits_over_three_ranks_are_those_of_the_plain_model(differences: list[
 
 
 def test_the_experts_that_moved_out_leave_no_weights_behind() -> None:
-    model = AutoModelForCausalLM.from_config(CONFIGS["gpt_oss"], dtype=torch.float32).eval().requires_grad_(False)
+    config = copy.deepcopy(CONFIGS["gpt_oss"])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     before = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
     parallel = ParallelModel(
         model,
