@@ -41,7 +41,7 @@ def make_trace(
     experts = np.argsort(noise - 2 * own, axis=2)[:, :, :top_k]
     return RoutingTrace(
         num_experts=num_experts,
-        experts=experts.astype(np.uint8),
+        experts=experts.astype(np.uint8 if num_experts <= 256 else np.uint16),
         request=request.astype(np.int64),
         position=np.arange(num_tokens, dtype=np.int32),
         step=np.zeros(num_tokens, np.int64),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from placement.core import EMPTY, Placement
 from placement.errors import PlacementError, TraceError
+from placement.homes import telling_layers
 from placement.plan import make_plan, plan_placement
 from placement.planfile import plan_from_json, plan_to_json
 from placement.topology import load_topology
@@ -78,6 +79,14 @@ def test_the_plan_made_again_from_itself_moves_nothing() -> None:
     again = plan_placement(trace, topology, rows_per_rank=2, current=current)
     assert (again.physical_to_logical == shuffled).all()
     assert again.epoch == 7
+
+
+def test_a_large_model_is_placed_in_all_its_layers_though_its_draft_sees_a_part_of_them() -> None:
+    trace, topology = make_trace(num_tokens=60, num_layers=11, num_experts=500), load_topology("2x2")
+    assert telling_layers(trace).step == 2
+    placement = plan_placement(trace, topology, rows_per_rank=130, effort=0.01)
+    assert placement.num_layers == 11
+    assert (placement.copies_per_rank().sum(axis=1) > 0).all()
 
 
 def test_kinds_of_requests_get_nodes_of_their_own() -> None:
