@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from placement.core import EMPTY, Placement
 from placement.cover import MOST_UNITS
 from placement.dispatch import choose_ranks
+from placement.effort import size_factor
 from placement.errors import ConfigError, PlacementError
 from placement.evaluate import check_fit
 from placement.refine import Costs, Sample, Stage, refine_logged
@@ -21,7 +22,8 @@ from placement.trace import RoutingTrace
 
 REPLAN_COSTS = Costs(visit=1.0, unit_visit=0.02, balance=4.0)
 PASSES = (0.02, 0.008, 0.003, 0.001)
-SAMPLED_TOKENS = 8_000
+SAMPLED_TOKENS, LEAST_SAMPLED = 8_000, 2_000
+PROPOSALS_PER_SLOT = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,9 @@ def replan_within(
     if most_copies < 0:
         raise ConfigError(f"the budget must be 0 copies or more, got {most_copies}")
     rng = np.random.default_rng(seed)
-    pick = rng.permutation(trace.num_tokens)[:SAMPLED_TOKENS]
+    # Of a large model fewer tokens and fewer changes are tried in each of its many layers.
+    small = size_factor(trace)
+    pick = rng.permutation(trace.num_tokens)[: max(LEAST_SAMPLED, int(SAMPLED_TOKENS * small))]
     home = np.ascontiguousarray(homes[pick], np.int32)
     rows = current.physical_to_logical.reshape(current.num_layers, current.num_ranks, -1).copy()
     sizes = np.full(current.num_ranks, rows.shape[2], np.int64) if rows_of_rank is None else rows_of_rank
@@ -96,8 +100,9 @@ def replan_within(
 
     def improve(layer: int, threshold: float, seed: int) -> list[Change]:
         chosen = np.ascontiguousarray(trace.experts[pick, layer], np.int32)
+        effort = PROPOSALS_PER_SLOT * small
         return _improve_layer(
-            rows[layer], sizes, chosen, home, topology, blocks, layer, current, costs, threshold, seed
+            rows[layer], sizes, chosen, home, topology, blocks, layer, current, costs, threshold, effort, seed
         )
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -138,9 +143,13 @@ def _improve_layer(
     current: Placement,
     costs: Costs,
     threshold: float,
+    effort: float,
     seed: int,
 ) -> list[Change]:
-    """Changes of one layer that each gain more than threshold, in order, block after block."""
+    """Changes of one layer that each gain more than threshold, in order, block after block.
+
+    effort: changes tried for each slot.
+    """
     node_of_rank = topology.node_of_rank()
     width, num_experts = rows.shape[1], current.num_experts
     served = np.zeros_like(chosen)
@@ -160,9 +169,8 @@ def _improve_layer(
             home=local[home[tokens]],
             group=np.zeros(len(tokens), np.uint8),
         )
-        stage = Stage(
-            tokens=SAMPLED_TOKENS, proposals=20 * len(ranks) * width, hot=-threshold, cold=-threshold, steady=True
-        )
+        proposals = int(effort * len(ranks) * width)
+        stage = Stage(tokens=SAMPLED_TOKENS, proposals=proposals, hot=-threshold, cold=-threshold, steady=True)
         share = np.full(len(ranks), 1 / len(ranks))
         nodes = np.unique(node_of_rank[ranks], return_inverse=True)[1].astype(np.int32)
         mine = rows[ranks]
