@@ -77,15 +77,18 @@ def plan_placement(
     seen = replace(trace, experts=np.ascontiguousarray(trace.experts[:, ::step]), gate_weight=None, layers=None)
     sampled = sampled_tokens(trace)
     table = _place(seen, tree, settings_for(trace, topology, wish, draft=routable), routed, sampled, seed)
-    shape: dict[str, int] = {"epoch": 0, "num_ranks": topology.num_ranks, "num_experts": trace.num_experts}
-    draft = Placement(**shape, physical_to_logical=table)
+    draft = _first_epoch(table, topology, trace)
     if routable:
         requests, ranks = route_homes(draft, topology, seen, max(16, int(HOME_PREFIX * size_factor(trace))))
         routed = homes_per_token(trace.request, requests, ranks)
         table = _place(trace, tree, settings_for(trace, topology, wish, draft=False), routed, sampled, seed + 1)
-        draft = Placement(**shape, physical_to_logical=table)
+        draft = _first_epoch(table, topology, trace)
     placed = draft if current is None else match_labels(draft, current, topology, rows)
     return level_shares(placed, topology, trace, _both_homes(routed, topology, seed), sampled_tokens=sampled)
+
+
+def _first_epoch(table: NDArray[np.int32], topology: Topology, trace: RoutingTrace) -> Placement:
+    return Placement(epoch=0, num_ranks=topology.num_ranks, num_experts=trace.num_experts, physical_to_logical=table)
 
 
 def _both_homes(routed: NDArray[np.int32], topology: Topology, seed: int) -> NDArray[np.int32]:

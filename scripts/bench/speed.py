@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from placement.baselines import balance_placement
+from placement.baselines import balance_placement, linear_placement
 from placement.graph import build_graph, count_load
+from placement.homes import homes_of
 from placement.plan import plan_placement
+from placement.relevel import relevel
+from placement.replan import replan_within
 from placement.topology import load_topology
 from placement.trace import RoutingTrace
 
@@ -54,26 +58,44 @@ def timed(work: Callable[[], Any], clock: Callable[[], float] = time.perf_counte
 
 
 def speed() -> list[Row]:
-    """Seconds for 58 x 256 and for its parts; compiled code is warmed up on two layers first."""
+    """Seconds and memory for 58 x 256 and for its parts; compiled code is loaded on a small trace first."""
     trace = synthetic_trace(100_000, 58, 256)
-    one = replace(trace, experts=np.ascontiguousarray(trace.experts[:, :2]))
-    build_graph(one)
-    seconds = timed(lambda: build_graph(trace, transitions=False))
-    rows_out: list[Row] = [
-        {"what": "graph, million choices a second", "value": trace.experts.size / seconds / 1e6},
-        {"what": "graph with transitions, s", "value": timed(lambda: build_graph(trace))},
-    ]
+    small = replace(trace.select(np.arange(trace.num_tokens) < 500), experts=trace.experts[:500, :2].copy())
     load = count_load(trace)[0]
+    build_graph(small)
     balance_placement(load[:1], 32, 9)
-    rows_out.append(
-        {"what": "load-only plan 288 slots on 32, ms", "value": 1e3 * timed(lambda: balance_placement(load, 32, 9))}
-    )
+    seconds = timed(lambda: build_graph(trace, transitions=False))
+    found: dict[str, float] = {
+        "graph, million choices a second": trace.experts.size / seconds / 1e6,
+        "graph with transitions, s": timed(lambda: build_graph(trace)),
+        "load-only plan 288 slots on 32, ms": 1e3 * timed(lambda: balance_placement(load, 32, 9)),
+    }
     for spec, rows in (("4x8", 9), ("18x8", 2), ("144x8", 1)):
         topology = load_topology(spec)
-        plan_placement(one, topology, rows_per_rank=rows)
-        value = timed(lambda topology=topology, rows=rows: plan_placement(trace, topology, rows_per_rank=rows))
-        rows_out.append({"what": f"full plan {spec}, s", "value": value})
-    return rows_out
+        plan_placement(small, topology, rows_per_rank=rows, effort=0.001)
+        begun = time.process_time()
+        found[f"full plan {spec}, s"] = timed(
+            lambda topology=topology, rows=rows: plan_placement(trace, topology, rows_per_rank=rows)
+        )
+        found[f"full plan {spec}, CPU s"] = time.process_time() - begun
+        found[f"peak RSS after {spec}, MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    found |= from_a_present_placement(trace, small, load)
+    return [{"what": what, "value": value} for what, value in found.items()]
+
+
+def from_a_present_placement(trace: RoutingTrace, small: RoutingTrace, load: Any) -> dict[str, float]:
+    """Seconds of the fast loop and of re-plans within a budget, from experts in id order on 4 x 8."""
+    topology, current = load_topology("4x8"), linear_placement(trace.num_layers, trace.num_experts, 32, 9)
+    first = linear_placement(small.num_layers, trace.num_experts, 32, 9)
+    replan_within(first, topology, small, homes_of(small, 32), most_copies=5)
+    relevel(current, load, most_copies=1)
+    homes = homes_of(trace, 32)
+    found = {"relevel within 800 copies, s": timed(lambda: relevel(current, load, most_copies=800))}
+    for budget in (100, 800):
+        found[f"re-plan within {budget} copies, s"] = timed(
+            lambda budget=budget: replan_within(current, topology, trace, homes, most_copies=budget)
+        )
+    return found
 
 
 def growth() -> list[Row]:
