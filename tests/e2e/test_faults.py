@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,8 @@ NEW = 100
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
-
-
-@pytest.fixture(scope="module")
 def config(folder: Path) -> Path:
     return demo_like_config(folder, faults={"dead_after_s": 4.0, "heartbeat_s": 0.5})
-
-
-@pytest.fixture(scope="module")
-def serving(folder: Path, config: Path) -> Iterator[Serving]:
-    running = Serving(folder, config)
-    yield running
-    running.kill()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CODE = ["def read(path):\n", "import numpy as np\n", "package main\n", "func add(a int, b int) int {\n"]
 WORDS = ["Um ein neues Dokument zu öffnen, ", "Klicken Sie auf ", "Para abrir un archivo, ", "Haga clic en el botón "]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("commands")
-
-
-@pytest.fixture(scope="module")
-def config(folder: Path) -> Path:
-    return demo_like_config(folder)
-
-
-@pytest.fixture(scope="module")
-def serving(folder: Path, config: Path) -> Iterator[Serving]:
-    running = Serving(folder, config)
-    yield running
-    running.kill()
 
 
 def _serve(serving: Serving, phase: str, prompts: list[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +26,6 @@ PROMPTS = [
     "Haga clic en el botón para insertar",
 ]
 NEW = 24
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("serve")
-
-
-@pytest.fixture(scope="module")
-def config(folder: Path) -> Path:
-    return demo_like_config(folder)
-
-
-@pytest.fixture(scope="module")
-def serving(folder: Path, config: Path) -> Iterator[Serving]:
-    running = Serving(folder, config)
-    yield running
-    running.kill()
 
 
 @pytest.fixture(scope="module")
