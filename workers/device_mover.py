@@ -1,9 +1,13 @@
 """The mover of ranks with GPUs: host memory -> GPU -> NCCL -> GPU -> host memory, several experts on the way at once.
 
 Experts that follow each other in one direction travel as one parcel. Each part of a parcel's way runs on a stream of
-its own through a ring of buffers on the GPU, so that the slowest of them, the host link, is never idle. A message is
-what `Mover` sends: an epoch, checksums and blobs; here the GPUs add the checksums up and compare them, and the host
-publishes a blob when its copy is there.
+its own through a ring of buffers on the GPU, so that the slowest of them, the host link, is never idle. The GPUs add
+checksums up and compare them, and the host publishes a blob when its copy is there.
+
+Both ends agree on a parcel over gloo once it lies on the sender's GPU: the epoch, and a yes. Only then NCCL's kernels
+start, on both GPUs at about the same time. A kernel that waits for its other end takes room from those that serve, and
+whatever waits for the whole GPU meanwhile waits for it; two ranks that do so at the same time would hang. So all that
+waits for the GPU is done before ranks serve: buffers, kernels, connections (`Group.connect`).
 """
 
 from __future__ import annotations
@@ -12,59 +16,26 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 
-from placement.errors import DiskError, ExchangeError, MigrationError, StaleEpochError
+from placement.errors import DiskError, ExchangeError, MigrationError, MoetisError, StaleEpochError
 from placement.migration import Move
+from workers.group import Group
 from workers.host_slab import HostSlab
-from workers.mover import Pace
-from workers.peers import Group
+from workers.mover import EPOCH_BYTES, NOTHING_COMES, Pace
+from workers.parcels import HEAD_BYTES, RING, Loading, Parcel, ParcelRing, blobs_in_parcel, parcels
 
-RING = 4
-PARCEL_BYTES, MOST_BLOBS = 64 << 20, 8
-# In front of each blob, as much as blobs are aligned to: epoch, checksum as sent, checksum as it came.
-HEAD_BYTES = 256
+NO, YES = 0, 1
 # Each look takes the interpreter from the thread that serves, so looks become rarer.
 FIRST_LOOK_S, LONGEST_LOOK_S, SLOWER, LAST_LOOK_S = 1e-3, 8e-3, 1.5, 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parcel:
-    """Moves of one direction on their way in a buffer of the ring. over: when they are there, or gone. rows: where they
-    are to be published, None for one that is sent, or known here already."""
-
-    moves: Sequence[Move]
-    buffer: int
-    over: torch.cuda.Event
-    rows: Sequence[torch.Tensor | None]
-
-
-class _Ring:
-    """Buffers [RING, n, HEAD_BYTES + blob_bytes] on the GPU, and the streams of a parcel's way."""
-
-    def __init__(self, blob_bytes: int, num_blobs: int, device: torch.device) -> None:
-        self.buffers = torch.empty((RING, num_blobs, HEAD_BYTES + blob_bytes), dtype=torch.uint8, device=device)
-        self.heads = torch.zeros((RING, num_blobs, 3), dtype=torch.int64).pin_memory()
-        # Odd, so that no change of one word goes unseen; another one for each word, so that no two can change places.
-        self._factors = torch.arange(blob_bytes // 8, device=device, dtype=torch.int64) * (2 * 0x9E3779B9) + 1
-        self.up, self.wire, self.down = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
-
-    def head(self, buffer: int, count: int) -> torch.Tensor:
-        """[count, 3] int64: epoch, checksum as sent, checksum as it came."""
-        return self.buffers[buffer, :count, :24].view(torch.int64)
-
-    def sums(self, buffer: int, count: int) -> torch.Tensor:
-        """[count]: a checksum of each blob."""
-        return (self.buffers[buffer, :count, HEAD_BYTES:].view(torch.int64) * self._factors).sum(dim=1)
 
 
 class DeviceMover:
     """Copies blobs between host slabs over an NCCL group of its own. One round at a time.
 
-    timeout_s: how long a parcel may take. max_bytes_per_s: as for `Mover`. Blobs are multiples of 8 bytes.
+    Made before the rank serves. signals: a gloo group of its own. timeout_s: how long a parcel may take.
+    max_bytes_per_s: as for `Mover`. Blobs are multiples of 8 bytes.
     """
 
     def __init__(
@@ -72,6 +43,7 @@ class DeviceMover:
         slab: HostSlab,
         *,
         group: Group,
+        signals: Group,
         rank: int,
         blob_bytes: int,
         device: torch.device,
@@ -80,67 +52,62 @@ class DeviceMover:
     ) -> None:
         self._slab = slab
         self._group = group
+        self._signals = signals
         self._rank = rank
         self._blob_bytes = blob_bytes
-        self._device = device
         self._timeout_s = timeout_s
-        self._num_blobs = max(1, min(MOST_BLOBS, PARCEL_BYTES // blob_bytes))
+        self._num_blobs = blobs_in_parcel(blob_bytes)
         # Rows are claimed for what is under way: a slab that is smaller than what the rank owns must not run out.
         self._most_parcels = max(1, min(RING, slab.num_rows // (3 * self._num_blobs)))
+        # With a cap the link has time: a parcel is passed on before the next one waits for its turn.
+        self._most_loading = 2 if max_bytes_per_s is None and self._most_parcels > 1 else 1
         self._pace = Pace(blob_bytes, max_bytes_per_s)
-        self._made: _Ring | None = None
+        self._ring = ParcelRing(blob_bytes, self._num_blobs, device)
 
     def copy_round(self, epoch: int, moves: Sequence[Move]) -> int:
         """Do this rank's moves of a round to an epoch, in order. Returns the bytes received.
 
         Raises MigrationError, and StaleEpochError where a peer moves to another epoch.
         """
-        under_way: deque[_Parcel] = deque()
+        loading: deque[Loading] = deque()
+        under_way: deque[Parcel] = deque()
         received = 0
         try:
             for number, parcel in enumerate(parcels(moves, self._rank, self._num_blobs)):
-                if len(under_way) == self._most_parcels:
-                    received += self._finish(epoch, under_way[0])
+                if len(under_way) + len(loading) == self._most_parcels:
+                    received += self._finish(under_way[0])
                     under_way.popleft()
-                begin = self._send if parcel[0].source.rank == self._rank else self._receive
-                under_way.append(begin(epoch, parcel, number % RING))
+                loading.append(self._load(parcel, number % RING))
+                if len(loading) == self._most_loading:
+                    under_way.append(self._pass_on(epoch, loading[0]))
+                    loading.popleft()
+            while loading:
+                under_way.append(self._pass_on(epoch, loading[0]))
+                loading.popleft()
             while under_way:
-                received += self._finish(epoch, under_way[0])
+                received += self._finish(under_way[0])
                 under_way.popleft()
         finally:
+            for each in loading:
+                self._let_go(each)
             self._give_up(under_way)
         return received
 
-    @property
-    def _ring(self) -> _Ring:
-        """Made once something moves: a worker that never migrates keeps the memory."""
-        if self._made is None:
-            self._made = _Ring(self._blob_bytes, self._num_blobs, self._device)
-        return self._made
-
-    def _send(self, epoch: int, moves: Sequence[Move], buffer: int) -> _Parcel:
-        ring, count = self._ring, len(moves)
-        for _ in moves:
-            self._pace.keep()
-        with ExitStack() as held:
-            blobs = [self._hold(held, move) for move in moves]
-            with torch.cuda.stream(ring.up):
-                for row, blob in zip(ring.buffers[buffer], blobs, strict=False):
-                    row[HEAD_BYTES:].copy_(blob, non_blocking=True)
-                loaded = _mark(ring.up)
-            with torch.cuda.stream(ring.wire):
-                ring.wire.wait_event(loaded)
-                head = ring.head(buffer, count)
-                head[:, 0] = epoch
-                head[:, 1] = ring.sums(buffer, count)
-                try:
-                    self._group.send(ring.buffers[buffer, :count], moves[0].target.rank)
-                except ExchangeError as error:
-                    raise _failed(moves, error) from error
-                finally:
-                    # Until then the blobs must stay where they are.
-                    loaded.synchronize()
-                return _Parcel(moves=moves, buffer=buffer, over=_mark(ring.wire), rows=[None] * count)
+    def _load(self, moves: Sequence[Move], buffer: int) -> Loading:
+        ring, held = self._ring, ExitStack()
+        if moves[0].source.rank != self._rank:
+            return Loading(moves=moves, buffer=buffer, held=held, loaded=None)
+        with held, torch.cuda.stream(ring.up):
+            try:
+                for row, move in zip(ring.buffers[buffer], moves, strict=False):
+                    # One by one, so that who serves never waits for more than one of them.
+                    self._pace.keep()
+                    row[HEAD_BYTES:].copy_(self._hold(held, move), non_blocking=True)
+            except MigrationError:
+                ring.up.synchronize()
+                self._signal(NOTHING_COMES, moves[0].target.rank)
+                raise
+            return Loading(moves=moves, buffer=buffer, loaded=_mark(ring.up), held=held.pop_all())
 
     def _hold(self, held: ExitStack, move: Move) -> torch.Tensor:
         try:
@@ -148,25 +115,79 @@ class DeviceMover:
         except (KeyError, DiskError) as error:
             raise MigrationError(f"rank {self._rank} has no copy of {move.expert} to send: {error}") from error
 
-    def _receive(self, _epoch: int, moves: Sequence[Move], buffer: int) -> _Parcel:
-        ring, count = self._ring, len(moves)
-        rows = self._claim(moves)
+    @staticmethod
+    def _let_go(parcel: Loading) -> None:
+        """Until its blobs are on the GPU they must stay where they are."""
+        if parcel.loaded is not None:
+            parcel.loaded.synchronize()
+        parcel.held.close()
+
+    def _pass_on(self, epoch: int, parcel: Loading) -> Parcel:
+        self._let_go(parcel)
+        try:
+            if parcel.loaded is None:
+                return self._receive(epoch, parcel.moves, parcel.buffer)
+            return self._send(epoch, parcel.moves, parcel.buffer)
+        except ExchangeError as error:
+            raise _failed(parcel.moves, error) from error
+
+    def _send(self, epoch: int, moves: Sequence[Move], buffer: int) -> Parcel:
+        ring, count, target = self._ring, len(moves), moves[0].target.rank
+        said = torch.zeros(1, dtype=torch.uint8)
+        self._signal(epoch, target)
+        self._signals.receive(said, target)
+        if int(said) != YES:
+            raise MigrationError(f"rank {target} does not take {moves[0].expert} for epoch {epoch}")
+        with torch.cuda.stream(ring.wire):
+            ring.add_up(buffer, count, 0)
+            self._group.send(ring.buffers[buffer, :count], target)
+            return Parcel(moves=moves, buffer=buffer, over=_mark(ring.wire), rows=[None] * count)
+
+    def _signal(self, epoch: int, target: int) -> None:
+        head = torch.frombuffer(bytearray(epoch.to_bytes(EPOCH_BYTES, "big")), dtype=torch.uint8)
+        self._signals.send(head, target)
+
+    def _receive(self, epoch: int, moves: Sequence[Move], buffer: int) -> Parcel:
+        ring, count, source = self._ring, len(moves), moves[0].source.rank
+        rows = self._agree(epoch, moves)
         try:
             with torch.cuda.stream(ring.wire):
-                self._group.receive(ring.buffers[buffer, :count], moves[0].source.rank)
-                head = ring.head(buffer, count)
-                head[:, 2] = ring.sums(buffer, count)
+                self._group.receive(ring.buffers[buffer, :count], source)
+                ring.add_up(buffer, count, 1)
                 there = _mark(ring.wire)
-        except ExchangeError as error:
+        except ExchangeError:
             self._release(moves, rows)
-            raise _failed(moves, error) from error
+            raise
         with torch.cuda.stream(ring.down):
             ring.down.wait_event(there)
             for row, came in zip(rows, ring.buffers[buffer], strict=False):
                 if row is not None:
                     row.copy_(came[HEAD_BYTES:], non_blocking=True)
-            ring.heads[buffer, :count].copy_(head, non_blocking=True)
-            return _Parcel(moves=moves, buffer=buffer, over=_mark(ring.down), rows=rows)
+            ring.heads[buffer, :count].copy_(ring.head(buffer, count), non_blocking=True)
+            return Parcel(moves=moves, buffer=buffer, over=_mark(ring.down), rows=rows)
+
+    def _agree(self, epoch: int, moves: Sequence[Move]) -> list[torch.Tensor | None]:
+        """Rows for a parcel that its sender has ready, once this rank has said yes."""
+        source = moves[0].source.rank
+        head = torch.empty(EPOCH_BYTES, dtype=torch.uint8)
+        self._signals.receive(head, source)
+        theirs = int.from_bytes(head.numpy().tobytes(), "big")
+        if theirs == NOTHING_COMES:
+            raise MigrationError(f"rank {source} has not got all of the experts that it was to send: {moves[0].expert}")
+        try:
+            if theirs != epoch:
+                raise StaleEpochError(
+                    f"rank {self._rank} moves to epoch {epoch}, but rank {source} sends for epoch {theirs}"
+                )
+            rows = self._claim(moves)
+        except MoetisError:
+            self._answer(NO, source)
+            raise
+        self._answer(YES, source)
+        return rows
+
+    def _answer(self, answer: int, source: int) -> None:
+        self._signals.send(torch.tensor([answer], dtype=torch.uint8), source)
 
     def _claim(self, moves: Sequence[Move]) -> list[torch.Tensor | None]:
         """A row for each expert that is not here yet."""
@@ -180,18 +201,20 @@ class DeviceMover:
             raise
         return rows
 
-    def _finish(self, epoch: int, parcel: _Parcel) -> int:
+    def _finish(self, parcel: Parcel) -> int:
         """Wait for a parcel and publish what came; its bytes, without those that were here already."""
         self._wait(parcel)
         if parcel.moves[0].source.rank == self._rank:
             return 0
-        self._check(epoch, parcel)
+        for move, (expected, found) in zip(parcel.moves, self._ring.heads[parcel.buffer].tolist(), strict=False):
+            if expected != found:
+                raise MigrationError(f"{move.expert} arrived from rank {move.source.rank} with a wrong checksum")
         new = [move for move, row in zip(parcel.moves, parcel.rows, strict=True) if row is not None]
         for move in new:
             self._slab.publish(move.expert)
         return len(new) * self._blob_bytes
 
-    def _wait(self, parcel: _Parcel) -> None:
+    def _wait(self, parcel: Parcel) -> None:
         deadline, pause_s = time.monotonic() + self._timeout_s, FIRST_LOOK_S
         while not parcel.over.query():  # type: ignore[no-untyped-call]
             if self._group.has_left:
@@ -206,19 +229,7 @@ class DeviceMover:
         except ExchangeError as error:
             raise _failed(parcel.moves, error) from error
 
-    def _check(self, epoch: int, parcel: _Parcel) -> None:
-        for move, (theirs, expected, found) in zip(
-            parcel.moves, self._ring.heads[parcel.buffer].tolist(), strict=False
-        ):
-            source = move.source.rank
-            if theirs != epoch:
-                raise StaleEpochError(
-                    f"rank {self._rank} moves to epoch {epoch}, but rank {source} sends for epoch {theirs}"
-                )
-            if expected != found:
-                raise MigrationError(f"{move.expert} arrived from rank {source} with a wrong checksum")
-
-    def _give_up(self, under_way: deque[_Parcel]) -> None:
+    def _give_up(self, under_way: deque[Parcel]) -> None:
         """After a failure: a row comes back once nothing can land there any more, or not before the ranks form anew."""
         deadline = time.monotonic() + LAST_LOOK_S
         for parcel in under_way:
@@ -233,17 +244,9 @@ class DeviceMover:
                 self._slab.release(move.expert)
 
 
-def parcels(moves: Sequence[Move], rank: int, most: int) -> list[tuple[Move, ...]]:
-    """A rank's moves of a round in parcels of one direction, at most `most` in each; the directions take turns, so that
-    both ways of the host link are used. Alike on both ends of a pair."""
-    own = [move for move in moves if rank in (move.source.rank, move.target.rank)]
-    ways = [[move for move in own if move.source.rank == source] for source in sorted({m.source.rank for m in own})]
-    cut = [[tuple(way[start : start + most]) for start in range(0, len(way), most)] for way in ways]
-    return [parcel for turn in zip_longest(*cut) for parcel in turn if parcel is not None]
-
-
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    """An event that puts who waits for it to sleep, rather than to spin."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 

@@ -6,9 +6,9 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from workers.events import EventRouter
+from workers.group import Group
 from workers.lockstep import LockstepManager, StepHooks
 from workers.options import WorkerOptions
-from workers.peers import Group
 
 
 def start_engine(

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from placement.errors import ExchangeError, StaleEpochError
-from workers.peers import Group
+from workers.group import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from placement.errors import ExchangeError
 from workers.exchange import Arrivals, check_epochs
-from workers.peers import Group
+from workers.group import Group
 
 # Below this share of rows that are needed where they go, the bytes saved by sending fewer are worth telling counts.
 MIN_NEEDED = 0.6

@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching.utils import stream_context
 
 from placement.errors import ExchangeError, StaleEpochError
 from workers.events import EventRouter
-from workers.peers import Group
+from workers.group import Group
 from workers.sampling import RowSampler
 
 IDLE_WAIT_S = 0.005

@@ -16,13 +16,15 @@ import torch
 
 from placement.errors import DiskError, ExchangeError, MigrationError, StaleEpochError
 from placement.migration import Move
+from workers.group import Group
 from workers.host_slab import HostSlab, checksum
 from workers.offers import Offer
-from workers.peers import Group
 
 EPOCH_BYTES, CHECKSUM_BYTES = 8, 16
 OFFER_AT = EPOCH_BYTES + CHECKSUM_BYTES
 HEAD_BYTES = OFFER_AT + Offer.NUM_BYTES
+# Said in place of an epoch by who can't send, so that the other end need not wait.
+NOTHING_COMES = (1 << 64) - 1
 
 
 class Answer(IntEnum):
@@ -84,6 +86,8 @@ class Mover:
             with self._slab.holding(move.expert) as blob:
                 self._hand_over(epoch, move, blob)
         except (KeyError, DiskError) as error:
+            head = NOTHING_COMES.to_bytes(EPOCH_BYTES, "big").ljust(HEAD_BYTES, b"\0")
+            self._group.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), move.target.rank)
             raise MigrationError(f"rank {self._rank} has no copy of {move.expert} to send: {error}") from error
 
     def _hand_over(self, epoch: int, move: Move, blob: torch.Tensor) -> None:
@@ -107,6 +111,8 @@ class Mover:
         self._group.receive(message, move.source.rank)
         head = message.numpy().tobytes()
         theirs, digest = int.from_bytes(head[:EPOCH_BYTES], "big"), head[EPOCH_BYTES:OFFER_AT]
+        if theirs == NOTHING_COMES:
+            raise MigrationError(f"rank {move.source.rank} has no copy of {move.expert} to send")
         if theirs != epoch:
             self._answer(Answer.REFUSED, move)
             raise StaleEpochError(

@@ -21,10 +21,10 @@ from workers.expert_layer import ExpertLayer
 from workers.expert_source import ExpertSource, ModuleExperts
 from workers.foresight import next_routers
 from workers.gathering import GatherExchange, is_worth_gathering
+from workers.group import Group
 from workers.links import Link, link_for
 from workers.loading import check_fits, fill_slab, shape_of
 from workers.memory import Memory, memory_of
-from workers.peers import Group
 from workers.recorder import Recorder
 from workers.relief import Relief
 from workers.routing import RoutingTable

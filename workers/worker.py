@@ -172,8 +172,7 @@ class ExpertWorker:
             self._peers = met
             self._mover = make_mover(
                 self._parallel.slab,
-                group=met.bulk,
-                rank=rank,
+                peers=met,
                 blob_bytes=self.expert_bytes,
                 device=self._device,
                 timeout_s=self._options.peer_timeout_s,

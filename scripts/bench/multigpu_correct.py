@@ -203,6 +203,13 @@ class Serving:
 
     def serve(self, groups: Peers) -> None:
         self.groups = groups
+        self.mover = make_mover(
+            self.parallel.slab,
+            peers=groups,
+            blob_bytes=self.kept.layout.num_bytes,
+            device=self.crew.device,
+            timeout_s=60,
+        )
         options = RecorderOptions(folder=None)
         shape = self.parallel.shape
         recorder = Recorder(
@@ -272,18 +279,9 @@ def spread(shape: Shape, num_ranks: int, *, epoch: int, shift: int) -> Placement
 
 def migrate(serving: Serving, target: Placement) -> None:
     """Copy, prepare and commit, on a thread of its own beside the steps."""
-    crew = serving.crew
-    mover = make_mover(
-        serving.parallel.slab,
-        group=serving.groups.bulk,
-        rank=crew.rank,
-        blob_bytes=serving.kept.layout.num_bytes,
-        device=crew.device,
-        timeout_s=60,
-    )
     plan = plan_migration(serving.placement, target, serving.topology, serving.kept.layout.num_bytes)
     for moves in plan.rounds:
-        mover.copy_round(target.epoch, moves)
+        serving.mover.copy_round(target.epoch, moves)
     serving.keeper.prepare(target)
     serving.keeper.commit(target.epoch)
 

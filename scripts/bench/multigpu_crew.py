@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from workers import peers
+from workers.group import Group
 
 TIMEOUT_S = 550
 REPEATS = 5
@@ -85,14 +86,14 @@ class Crew:
             torch.cuda.synchronize(self.device)
 
 
-def slowest(control: peers.Group, value: float) -> float:
+def slowest(control: Group, value: float) -> float:
     """The largest of all ranks' values; a barrier too."""
     box = torch.tensor([value], dtype=torch.float64)
     control.all_reduce_max(box)
     return float(box[0])
 
 
-def seconds_of(crew: Crew, control: peers.Group, work: Callable[[], Any], times: int) -> float:
+def seconds_of(crew: Crew, control: Group, work: Callable[[], Any], times: int) -> float:
     """Median seconds of one call of work, called back to back, of the slowest rank."""
     work()
     found = []

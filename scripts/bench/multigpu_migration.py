@@ -39,9 +39,11 @@ class _Ground:
         self.epoch = 1
 
     def moves(self, count: int, *, both_ways: bool = False) -> list[Move]:
-        """count experts from rank 0 to rank 1; or half of them back. Nobody has what comes to it."""
+        """count experts from rank 0 to rank 1; or others, half of them back. Nobody has what comes to it."""
         num_layers, num_experts, _ = self.stack.shape
-        picked = [ExpertId(layer, expert) for layer in range(num_layers) for expert in range(num_experts)][:count]
+        picked = [ExpertId(layer, expert) for layer in range(num_layers) for expert in range(num_experts)]
+        # Ranks of one machine may lend what they hand on: what went the other way is not asked for again.
+        picked = picked[-count:] if both_ways else picked[:count]
         found = []
         for number, expert in enumerate(picked):
             source, target = (1, 0) if both_ways and number % 2 else (0, 1)
@@ -125,8 +127,7 @@ def move_rates(ground: _Ground, raw: dict[str, float]) -> None:
 def _mover(ground: _Ground, groups: Peers, cap: float | None) -> Any:
     return make_mover(
         ground.slab,
-        group=groups.bulk,
-        rank=ground.crew.rank,
+        peers=groups,
         blob_bytes=ground.blob,
         device=ground.crew.device,
         timeout_s=60,

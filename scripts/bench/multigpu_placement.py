@@ -30,7 +30,8 @@ from placement.pricing import part_times, step_seconds
 from placement.stepcounts import StepCounts, count_steps
 from placement.topology import Link, load_topology
 from placement.trace import DECODE, RoutingTrace, load_trace
-from workers.peers import Group, Peers
+from workers.group import Group
+from workers.peers import Peers
 
 SPARE = 1.25
 BATCHES = {64: 20, 512: 12, 4096: 6}

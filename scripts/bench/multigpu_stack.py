@@ -17,8 +17,8 @@ from placement.baselines import linear_placement
 from placement.core import ExpertId, Placement
 from placement.topology import Topology, load_topology
 from workers.blob import layout_of
+from workers.group import Group
 from workers.parallel_model import ParallelModel
-from workers.peers import Group
 from workers.recorder import Recorder, RecorderOptions
 from workers.seam import drop_expert_weights, experts_modules
 from workers.step_clock import StepClock

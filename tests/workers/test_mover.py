@@ -120,7 +120,14 @@ def test_a_rank_that_leaves_waits_no_longer_for_a_step(groups: list[peers.Peers]
         groups[0].control.all_reduce_max(votes)
 
 
-def test_an_expert_that_the_source_does_not_hold_is_named(groups: list[peers.Peers]) -> None:
-    empty = HostSlab(capacity=1, blob_bytes=BLOB)
-    with pytest.raises(MigrationError, match="has no copy of"):
-        _mover(groups[0], empty).copy_round(9, MOVES)
+def test_an_expert_that_the_source_does_not_hold_is_named_on_both_ends(groups: list[peers.Peers]) -> None:
+    empty, target = (HostSlab(capacity=1, blob_bytes=BLOB) for _ in range(2))
+    start = time.monotonic()
+    both = _both(
+        lambda: _mover(groups[0], empty).copy_round(9, MOVES), lambda: _mover(groups[1], target).copy_round(9, MOVES)
+    )
+    for each in both:
+        with pytest.raises(MigrationError, match="has no copy of"):
+            each.result()
+    assert time.monotonic() - start < 10
+    assert (target.experts(), target.num_free) == (frozenset(), 1)

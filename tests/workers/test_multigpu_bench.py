@@ -12,7 +12,7 @@ import pytest
 
 from placement.core import ExpertId, Slot
 from placement.migration import Move
-from workers.device_mover import parcels
+from workers.parcels import parcels
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 PHASES = ("before", "during a move", "after, with replicas", "a rank killed")

@@ -1,0 +1,186 @@
+"""One process group of a rank: calls that wait for the peers, and can be broken off."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+from placement.errors import ExchangeError
+
+# How long a rank waits before it looks whether it is to leave. Nothing is lost by waiting again.
+_LOOK_UP = timedelta(seconds=0.2)
+
+
+class Group:
+    """One process group of this rank. Its calls wait for the peers, and fail with ExchangeError once one is lost, one
+    has left, or this rank itself leaves from another thread.
+
+    is_on_stream: calls return at once and the GPU's stream waits, as with NCCL; to leave aborts what it waits for.
+    waiting and moved_at (time.monotonic) say whether a call waits now, and when the last one began or ended.
+    """
+
+    def __init__(self, backend: Any, *, timeout_s: float, is_on_stream: bool = False) -> None:
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._is_on_stream = is_on_stream
+        self._left = threading.Event()
+        self._unfinished: list[Callable[[], bool]] = []
+        self.waiting = False
+        self.moved_at = time.monotonic()
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """In place: the largest of all ranks' values."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._finish(lambda: self._backend.allreduce([tensor], options))
+
+    def all_to_all(
+        self, incoming: torch.Tensor, outgoing: torch.Tensor, received: list[int] | None, sent: list[int] | None
+    ) -> None:
+        """Rows of outgoing to each rank, sent[rank] of them (equal shares where None)."""
+        self._finish(
+            lambda: self._backend.alltoall_base(incoming, outgoing, received or [], sent or [], dist.AllToAllOptions())
+        )
+
+    def all_gather(self, gathered: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
+        """The rows of all ranks, in rank order, of several tensors at once; mine may lie in its place there."""
+        if self._is_on_stream:
+
+            def gather() -> None:
+                for into, own in zip(gathered, mine, strict=True):
+                    self._backend._allgather_base(into, own, AllgatherOptions())
+
+            self._finish(lambda: self._as_one(gather))
+            return
+        for into, own in zip(gathered, mine, strict=True):
+            self._finish(functools.partial(self._backend._allgather_base, into, own, AllgatherOptions()))
+
+    def _as_one(self, calls: Callable[[], None]) -> Any:
+        """One launch for all of NCCL's calls. They use the connections of the whole group; single sends would found
+        a group for each pair of ranks."""
+        self._backend._start_coalescing()
+        calls()
+        return self._backend._end_coalescing()
+
+    def reduce_scatter(self, mine: torch.Tensor, summands: torch.Tensor) -> None:
+        """This rank's share of the rows, each the sum of all ranks' rows at that place."""
+        self._finish(lambda: self._backend._reduce_scatter_base(mine, summands, dist.ReduceScatterOptions()))
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """One call of send or receive at a time."""
+        self._pass(lambda: self._backend.send([tensor], rank, 0))
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        self._pass(lambda: self._backend.recv([tensor], rank, 0))
+
+    def connect(self, rank: int, num_ranks: int, device: torch.device) -> None:
+        """Send a byte to every other rank and get one.
+
+        NCCL connects two ranks when they first talk, and waits for all of the GPU's work then: beside a collective of
+        another group it would hang.
+        """
+        others = [other for other in range(num_ranks) if other != rank]
+        if not others:
+            return
+        boxes = torch.zeros((2, num_ranks), dtype=torch.uint8, device=device)
+
+        def talk() -> None:
+            for other in others:
+                self._backend.send([boxes[0, other]], other, 0)
+                self._backend.recv([boxes[1, other]], other, 0)
+
+        self._finish(lambda: self._as_one(talk))
+        torch.cuda.synchronize(device)
+
+    def leave(self) -> None:
+        """Break off what waits here; every later call fails."""
+        self._left.set()
+        if hasattr(self._backend, "abort"):
+            self._backend.abort()
+
+    @property
+    def has_left(self) -> bool:
+        return self._left.is_set()
+
+    def check(self) -> None:
+        """Raises ExchangeError once this rank has left: what NCCL was broken off in holds nothing that may be used."""
+        if self._left.is_set():
+            raise ExchangeError("this rank has left the group")
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is under way any more. Until then the group must be kept: to take it down would block."""
+        return all(is_done() for is_done in self._unfinished)
+
+    def _finish(self, start: Callable[[], Any]) -> None:
+        self.check()
+        self.moved_at, self.waiting = time.monotonic(), True
+        deadline = self.moved_at + self._timeout_s
+        try:
+            work = start()
+            while not self._waited(work):
+                if self._left.is_set() or time.monotonic() > deadline:
+                    self._unfinished.append(work.is_completed)
+                    reason = "this rank has left the group" if self._left.is_set() else "the peers do not answer"
+                    raise ExchangeError(reason)
+        except RuntimeError as error:
+            raise ExchangeError(first_line(error)) from error
+        finally:
+            self.moved_at, self.waiting = time.monotonic(), False
+
+    def _pass(self, start: Callable[[], Any]) -> None:
+        """A transfer between two ranks. Gloo closes a pair when a wait for it times out, and can't break one off, so a
+        thread waits for it to the end, and is left to itself where this rank leaves."""
+        if self._is_on_stream:
+            self._finish(lambda: self._as_one(start))
+            return
+        self.check()
+        outcome: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+
+        def wait() -> None:
+            try:
+                start().wait(timedelta(seconds=self._timeout_s))
+                outcome.put(None)
+            except RuntimeError as error:
+                outcome.put(error)
+
+        thread = threading.Thread(target=wait, name="transfer", daemon=True)
+        thread.start()
+        while True:
+            try:
+                error = outcome.get(timeout=_LOOK_UP.total_seconds())
+                break
+            except queue.Empty:
+                if self._left.is_set():
+                    self._unfinished.append(lambda: not thread.is_alive())
+                    raise ExchangeError("this rank has left the group") from None
+        if error is not None:
+            raise ExchangeError(first_line(error)) from error
+
+    def _waited(self, work: Any) -> bool:
+        if self._is_on_stream:
+            # With a timeout, NCCL would block this thread too, and abort when it is over.
+            work.wait()
+            return True
+        try:
+            work.wait(_LOOK_UP)
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            # It failed, or it ended just after the wait for it did: it tells which.
+            work.wait(_LOOK_UP)
+        return True
+
+
+def first_line(error: RuntimeError) -> str:
+    """What went wrong, without the stack that torch adds."""
+    return (str(error).splitlines() or [repr(error)])[0]
