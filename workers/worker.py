@@ -26,12 +26,14 @@ from placement.topology import Topology
 from workers import peers
 from workers.checkpoint import restore_experts
 from workers.desk import Desk
+from workers.device_mover import DeviceMover
 from workers.engine import start_engine
 from workers.epochs import EpochKeeper
 from workers.events import EventRouter, TokenEvent
 from workers.filling import tiers_on
 from workers.loading import ModelShape, device_of, load_share
 from workers.lockstep import LockstepManager
+from workers.mover import Mover
 from workers.movers import make_mover
 from workers.numa import bind_near
 from workers.options import WorkerOptions
@@ -95,6 +97,7 @@ class ExpertWorker:
         self._desk = self._new_desk()
         self._store: Any = None
         self._peers: Peers | None = None
+        self._mover: Mover | DeviceMover | None = None
         self._parted: list[Peers] = []
         self._newest = -1
         self._membership = threading.RLock()
@@ -239,7 +242,7 @@ class ExpertWorker:
             if self._peers is not None:
                 self._peers.leave()
                 self._parted.append(self._peers)
-                self._peers = None
+                self._peers, self._mover = None, None
             self._epochs.close()
             if self._engine is not None:
                 if not self._engine.break_off(self._options.meeting_timeout_s):
@@ -290,9 +293,10 @@ class ExpertWorker:
     def copy_round(self, target_epoch: int, moves: Sequence[Move]) -> int:
         """This rank's share of one round of a migration to an epoch ahead. Returns the bytes received."""
         self._epochs.check_ahead(target_epoch)
-        if self._peers is None:
+        mover = self._mover
+        if mover is None:
             raise MigrationError(f"rank {self._rank} has left its peers and can't copy for epoch {target_epoch}")
-        return self._mover.copy_round(target_epoch, moves)
+        return mover.copy_round(target_epoch, moves)
 
     def prepare(self, target: Placement) -> None:
         self._epochs.prepare(target)

@@ -15,13 +15,15 @@ from placement.fit.sizing import CACHE_ELEMENT_BYTES, CUDA_CONTEXT_BYTES, GIB, e
 LAYER_BYTES_PER_ELEMENT = 32
 
 MIB = 1 << 20
+# Experts that move between GPUs go through so many buffers of a parcel (workers/parcels.py).
+MOVING_BUFFERS, PARCEL_BYTES = 5, 64 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRequest:
     """memory_bytes: what a rank may use. kv_tokens: of the KV cache, over all requests. rows: the rank's experts, of
     all layers. element_bytes: of a weight as the model computes with it; None as the checkpoint has it.
-    on_gpu: whether a CUDA context is to be counted."""
+    on_gpu: whether a CUDA context is to be counted. moves: whether experts move between this GPU and others."""
 
     memory_bytes: float
     kv_tokens: int
@@ -31,6 +33,7 @@ class ServingRequest:
     precision: Precision
     element_bytes: int | None
     on_gpu: bool
+    moves: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,10 @@ def fit_for_serving(model: Checkpoint, request: ServingRequest, folder: Path) ->
     element_bytes = request.element_bytes or stored_bytes
     kv = kv_bytes_per_request(model.config, request.kv_tokens, folder) * element_bytes / CACHE_ELEMENT_BYTES
     layer = request.max_batch_tokens * model.top_k * hidden * LAYER_BYTES_PER_ELEMENT
-    workspace = layer + request.max_requests * vocabulary * 4 + (CUDA_CONTEXT_BYTES if request.on_gpu else 0)
+    workspace = layer + request.max_requests * vocabulary * 4
+    if request.on_gpu:
+        workspace += CUDA_CONTEXT_BYTES
+        workspace += MOVING_BUFFERS * max(PARCEL_BYTES, slot_bytes) if request.moves else 0
     resident = int(model.resident_bytes * scale)
     left = request.memory_bytes - resident - kv - workspace
     fit = ServingFit(
