@@ -28,7 +28,7 @@ from workers.parcels import HEAD_BYTES, RING, Loading, Parcel, ParcelRing, blobs
 
 NO, YES = 0, 1
 # Each look takes the interpreter from the thread that serves, so looks become rarer.
-FIRST_LOOK_S, LONGEST_LOOK_S, SLOWER, LAST_LOOK_S = 1e-3, 8e-3, 1.5, 5.0
+FIRST_LOOK_S, LONGEST_LOOK_S, SLOWER, LAST_LOOK_S = 2e-4, 8e-3, 1.5, 5.0
 
 
 class DeviceMover:
@@ -74,11 +74,15 @@ class DeviceMover:
         received = 0
         try:
             for number, parcel in enumerate(parcels(moves, self._rank, self._num_blobs)):
-                if len(under_way) + len(loading) == self._most_parcels:
+                while len(under_way) + len(loading) >= self._most_parcels:
+                    if not under_way:
+                        under_way.append(self._pass_on(epoch, loading[0]))
+                        loading.popleft()
                     received += self._finish(under_way[0])
                     under_way.popleft()
                 loading.append(self._load(parcel, number % RING))
-                if len(loading) == self._most_loading:
+                # What comes waits only where something that goes is being loaded in front of it.
+                while loading and sum(each.loaded is not None for each in loading) in (0, self._most_loading):
                     under_way.append(self._pass_on(epoch, loading[0]))
                     loading.popleft()
             while loading:

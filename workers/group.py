@@ -54,15 +54,16 @@ class Group:
     def all_gather(self, gathered: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
         """The rows of all ranks, in rank order, of several tensors at once; mine may lie in its place there."""
         if self._is_on_stream:
-
-            def gather() -> None:
-                for into, own in zip(gathered, mine, strict=True):
-                    self._backend._allgather_base(into, own, AllgatherOptions())
-
-            self._finish(lambda: self._as_one(gather))
+            self._finish(lambda: self._as_one(lambda: self._give_to_all(gathered, mine)))
             return
         for into, own in zip(gathered, mine, strict=True):
             self._finish(functools.partial(self._backend._allgather_base, into, own, AllgatherOptions()))
+
+    def _give_to_all(self, gathered: list[torch.Tensor], mine: list[torch.Tensor]) -> None:
+        """Each rank sends to each. NCCL's own all-gather is a ring, which took up to 1.4 times as long over NVLink."""
+        for into, own in zip(gathered, mine, strict=True):
+            places = list(into.split(len(own)))
+            self._backend.alltoall(places, [own] * len(places), dist.AllToAllOptions())
 
     def _as_one(self, calls: Callable[[], None]) -> Any:
         """One launch for all of NCCL's calls. They use the connections of the whole group; single sends would found
