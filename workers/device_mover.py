@@ -4,10 +4,11 @@ Experts that follow each other in one direction travel as one parcel. Each part 
 its own through a ring of buffers on the GPU, so that the slowest of them, the host link, is never idle. The GPUs add
 checksums up and compare them, and the host publishes a blob when its copy is there.
 
-Both ends agree on a parcel over gloo once it lies on the sender's GPU: the epoch, and a yes. Only then NCCL's kernels
-start, on both GPUs at about the same time. A kernel that waits for its other end takes room from those that serve, and
-whatever waits for the whole GPU meanwhile waits for it; two ranks that do so at the same time would hang. So all that
-waits for the GPU is done before ranks serve: buffers, kernels, connections (`Group.connect`).
+Both ends agree on a parcel (`workers/handshake.py`) before NCCL's kernels start on both GPUs: a kernel that waits for
+its other end takes room from those that serve. With a cap they agree when the parcel lies on the sender's GPU, so that
+nothing waits longer than it takes; without one before it is loaded, so that the link need not wait for them.
+Whatever waits for the whole GPU waits for such a kernel too, and two ranks that do so at the same time would hang. So
+all that waits for the GPU is done before ranks serve: buffers, kernels, connections (`Group.connect`).
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 
-from placement.errors import DiskError, ExchangeError, MigrationError, MoetisError, StaleEpochError
+from placement.errors import DiskError, ExchangeError, MigrationError, MoetisError
 from placement.migration import Move
 from workers.group import Group
+from workers.handshake import Handshake, failed
 from workers.host_slab import HostSlab
-from workers.mover import EPOCH_BYTES, NOTHING_COMES, Pace
+from workers.mover import Pace
 from workers.parcels import HEAD_BYTES, RING, Loading, Parcel, ParcelRing, blobs_in_parcel, parcels
 
-NO, YES = 0, 1
+# So many wait for their turn, loaded or being loaded, where nothing holds the link back.
+MOST_LOADING = 3
 # Each look takes the interpreter from the thread that serves, so looks become rarer.
 FIRST_LOOK_S, LONGEST_LOOK_S, SLOWER, LAST_LOOK_S = 2e-4, 8e-3, 1.5, 5.0
 
@@ -52,15 +55,14 @@ class DeviceMover:
     ) -> None:
         self._slab = slab
         self._group = group
-        self._signals = signals
         self._rank = rank
         self._blob_bytes = blob_bytes
         self._timeout_s = timeout_s
         self._num_blobs = blobs_in_parcel(blob_bytes)
         # Rows are claimed for what is under way: a slab that is smaller than what the rank owns must not run out.
         self._most_parcels = max(1, min(RING, slab.num_rows // (3 * self._num_blobs)))
-        # With a cap the link has time: a parcel is passed on before the next one waits for its turn.
-        self._most_loading = 2 if max_bytes_per_s is None and self._most_parcels > 1 else 1
+        self._handshake = Handshake(signals, rank=rank, most=self._most_parcels)
+        self._is_capped = max_bytes_per_s is not None
         self._pace = Pace(blob_bytes, max_bytes_per_s)
         self._ring = ParcelRing(blob_bytes, self._num_blobs, device)
 
@@ -72,46 +74,62 @@ class DeviceMover:
         loading: deque[Loading] = deque()
         under_way: deque[Parcel] = deque()
         received = 0
+        # How many parcels both ends can have begun. Neither begins another before it has passed on all but so many.
+        most = self._most_parcels
         try:
-            for number, parcel in enumerate(parcels(moves, self._rank, self._num_blobs)):
+            for number, moved in enumerate(parcels(moves, self._rank, self._num_blobs)):
+                while loading and len(loading) >= min(most, 1 if self._is_capped else MOST_LOADING):
+                    under_way.append(self._pass_on(loading[0]))
+                    loading.popleft()
                 while len(under_way) + len(loading) >= self._most_parcels:
-                    if not under_way:
-                        under_way.append(self._pass_on(epoch, loading[0]))
-                        loading.popleft()
                     received += self._finish(under_way[0])
                     under_way.popleft()
-                loading.append(self._load(parcel, number % RING))
-                # What comes waits only where something that goes is being loaded in front of it.
-                while loading and sum(each.loaded is not None for each in loading) in (0, self._most_loading):
-                    under_way.append(self._pass_on(epoch, loading[0]))
-                    loading.popleft()
-            while loading:
-                under_way.append(self._pass_on(epoch, loading[0]))
-                loading.popleft()
+                loading.append(self._load(epoch, moved, number % RING))
+                most = min(most, loading[-1].most)
+            self._pass_all(loading, under_way)
             while under_way:
                 received += self._finish(under_way[0])
                 under_way.popleft()
+        except MoetisError:
+            # The other end counts on what was agreed.
+            with suppress(MigrationError):
+                self._pass_all(loading, under_way)
+            raise
         finally:
             for each in loading:
                 self._let_go(each)
+                self._release(each.moves, each.rows)
             self._give_up(under_way)
         return received
 
-    def _load(self, moves: Sequence[Move], buffer: int) -> Loading:
-        ring, held = self._ring, ExitStack()
+    def _pass_all(self, loading: deque[Loading], under_way: deque[Parcel]) -> None:
+        while loading:
+            under_way.append(self._pass_on(loading[0]))
+            loading.popleft()
+
+    def _load(self, epoch: int, moves: Sequence[Move], buffer: int) -> Loading:
+        """Begin a parcel: of one that is sent, its blobs are on their way to the GPU; of one that comes, rows wait."""
         if moves[0].source.rank != self._rank:
-            return Loading(moves=moves, buffer=buffer, held=held, loaded=None)
-        with held, torch.cuda.stream(ring.up):
+            rows, most = self._handshake.take(epoch, moves[0], lambda: self._claim(moves))
+            return Loading(moves=moves, buffer=buffer, most=most, rows=rows)
+        ring, most = self._ring, self._most_parcels
+        with ExitStack() as held, torch.cuda.stream(ring.up):
             try:
-                for row, move in zip(ring.buffers[buffer], moves, strict=False):
-                    # One by one, so that who serves never waits for more than one of them.
-                    self._pace.keep()
-                    row[HEAD_BYTES:].copy_(self._hold(held, move), non_blocking=True)
+                blobs = [self._hold(held, move) for move in moves]
             except MigrationError:
-                ring.up.synchronize()
-                self._signal(NOTHING_COMES, moves[0].target.rank)
+                self._handshake.withhold(moves[0])
                 raise
-            return Loading(moves=moves, buffer=buffer, loaded=_mark(ring.up), held=held.pop_all())
+            if not self._is_capped:
+                most = self._handshake.offer(epoch, moves[0])
+            for row, blob in zip(ring.buffers[buffer], blobs, strict=False):
+                # One by one, so that who serves never waits for more than one of them.
+                self._pace.keep()
+                row[HEAD_BYTES:].copy_(blob, non_blocking=True)
+            loaded = _mark(ring.up)
+            if self._is_capped:
+                loaded.synchronize()
+                most = self._handshake.offer(epoch, moves[0])
+            return Loading(moves=moves, buffer=buffer, most=most, loaded=loaded, held=held.pop_all())
 
     def _hold(self, held: ExitStack, move: Move) -> torch.Tensor:
         try:
@@ -126,72 +144,33 @@ class DeviceMover:
             parcel.loaded.synchronize()
         parcel.held.close()
 
-    def _pass_on(self, epoch: int, parcel: Loading) -> Parcel:
+    def _pass_on(self, parcel: Loading) -> Parcel:
         self._let_go(parcel)
         try:
-            if parcel.loaded is None:
-                return self._receive(epoch, parcel.moves, parcel.buffer)
-            return self._send(epoch, parcel.moves, parcel.buffer)
+            return self._receive(parcel) if parcel.loaded is None else self._send(parcel)
         except ExchangeError as error:
-            raise _failed(parcel.moves, error) from error
+            raise failed(parcel.moves[0], error) from error
 
-    def _send(self, epoch: int, moves: Sequence[Move], buffer: int) -> Parcel:
-        ring, count, target = self._ring, len(moves), moves[0].target.rank
-        said = torch.zeros(1, dtype=torch.uint8)
-        self._signal(epoch, target)
-        self._signals.receive(said, target)
-        if int(said) != YES:
-            raise MigrationError(f"rank {target} does not take {moves[0].expert} for epoch {epoch}")
+    def _send(self, parcel: Loading) -> Parcel:
+        ring, buffer, count = self._ring, parcel.buffer, len(parcel.moves)
         with torch.cuda.stream(ring.wire):
             ring.add_up(buffer, count, 0)
-            self._group.send(ring.buffers[buffer, :count], target)
-            return Parcel(moves=moves, buffer=buffer, over=_mark(ring.wire), rows=[None] * count)
+            self._group.send(ring.buffers[buffer, :count], parcel.moves[0].target.rank)
+            return Parcel(moves=parcel.moves, buffer=buffer, over=_mark(ring.wire), rows=())
 
-    def _signal(self, epoch: int, target: int) -> None:
-        head = torch.frombuffer(bytearray(epoch.to_bytes(EPOCH_BYTES, "big")), dtype=torch.uint8)
-        self._signals.send(head, target)
-
-    def _receive(self, epoch: int, moves: Sequence[Move], buffer: int) -> Parcel:
-        ring, count, source = self._ring, len(moves), moves[0].source.rank
-        rows = self._agree(epoch, moves)
-        try:
-            with torch.cuda.stream(ring.wire):
-                self._group.receive(ring.buffers[buffer, :count], source)
-                ring.add_up(buffer, count, 1)
-                there = _mark(ring.wire)
-        except ExchangeError:
-            self._release(moves, rows)
-            raise
+    def _receive(self, parcel: Loading) -> Parcel:
+        ring, buffer, count = self._ring, parcel.buffer, len(parcel.moves)
+        with torch.cuda.stream(ring.wire):
+            self._group.receive(ring.buffers[buffer, :count], parcel.moves[0].source.rank)
+            ring.add_up(buffer, count, 1)
+            there = _mark(ring.wire)
         with torch.cuda.stream(ring.down):
             ring.down.wait_event(there)
-            for row, came in zip(rows, ring.buffers[buffer], strict=False):
+            for row, came in zip(parcel.rows, ring.buffers[buffer], strict=False):
                 if row is not None:
                     row.copy_(came[HEAD_BYTES:], non_blocking=True)
             ring.heads[buffer, :count].copy_(ring.head(buffer, count), non_blocking=True)
-            return Parcel(moves=moves, buffer=buffer, over=_mark(ring.down), rows=rows)
-
-    def _agree(self, epoch: int, moves: Sequence[Move]) -> list[torch.Tensor | None]:
-        """Rows for a parcel that its sender has ready, once this rank has said yes."""
-        source = moves[0].source.rank
-        head = torch.empty(EPOCH_BYTES, dtype=torch.uint8)
-        self._signals.receive(head, source)
-        theirs = int.from_bytes(head.numpy().tobytes(), "big")
-        if theirs == NOTHING_COMES:
-            raise MigrationError(f"rank {source} has not got all of the experts that it was to send: {moves[0].expert}")
-        try:
-            if theirs != epoch:
-                raise StaleEpochError(
-                    f"rank {self._rank} moves to epoch {epoch}, but rank {source} sends for epoch {theirs}"
-                )
-            rows = self._claim(moves)
-        except MoetisError:
-            self._answer(NO, source)
-            raise
-        self._answer(YES, source)
-        return rows
-
-    def _answer(self, answer: int, source: int) -> None:
-        self._signals.send(torch.tensor([answer], dtype=torch.uint8), source)
+            return Parcel(moves=parcel.moves, buffer=buffer, over=_mark(ring.down), rows=parcel.rows)
 
     def _claim(self, moves: Sequence[Move]) -> list[torch.Tensor | None]:
         """A row for each expert that is not here yet."""
@@ -224,14 +203,14 @@ class DeviceMover:
             if self._group.has_left:
                 break
             if time.monotonic() > deadline:
-                raise _failed(parcel.moves, ExchangeError("the peers do not answer"))
+                raise failed(parcel.moves[0], ExchangeError("the peers do not answer"))
             time.sleep(pause_s)
             pause_s = min(LONGEST_LOOK_S, pause_s * SLOWER)
         try:
             # What NCCL breaks off looks done on its stream.
             self._group.check()
         except ExchangeError as error:
-            raise _failed(parcel.moves, error) from error
+            raise failed(parcel.moves[0], error) from error
 
     def _give_up(self, under_way: deque[Parcel]) -> None:
         """After a failure: a row comes back once nothing can land there any more, or not before the ranks form anew."""
@@ -253,7 +232,3 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
-
-
-def _failed(moves: Sequence[Move], error: ExchangeError) -> MigrationError:
-    return MigrationError(f"copying {moves[0].expert} to rank {moves[0].target.rank} failed: {error}")

@@ -33,14 +33,17 @@ class FusedExperts:
     ) -> torch.Tensor:
         """hidden [n, H], slots [n, K] (-1: none), weights [n, K] -> the weighted sums [n, H]."""
         tokens, top_k = slots.shape
-        hidden = hidden.contiguous()
+        if hidden.stride(1) != 1:
+            hidden = hidden.contiguous()
         middle = torch.empty((tokens * top_k, self._width), dtype=hidden.dtype, device=hidden.device)
         out = torch.empty((tokens, self._hidden), dtype=out_dtype, device=hidden.device)
         if tokens == 0:
             return out
         sizes: Any = {"TOP_K": top_k, "HIDDEN": self._hidden, "WIDTH": self._width, "GROUP": INT4_GROUP}
         up, down = UP_BLOCK, DOWN_BLOCK
-        _gate_up[(tokens * top_k, triton.cdiv(self._width, up["OUT"]))](hidden, slots, *self._up, middle, **sizes, **up)
+        _gate_up[(tokens * top_k, triton.cdiv(self._width, up["OUT"]))](
+            hidden, hidden.stride(0), slots, *self._up, middle, **sizes, **up
+        )
         _down[(tokens, triton.cdiv(self._hidden, down["OUT"]))](
             middle, slots, weights.contiguous(), *self._down, out, **sizes, **down
         )
@@ -95,7 +98,7 @@ def _rows_times(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gate_up(  # type: ignore[no-untyped-def]
-    hidden, slots, weights, slot_weights, scales, slot_scales, KIND: tl.constexpr, middle,
+    hidden, token_stride, slots, weights, slot_weights, scales, slot_scales, KIND: tl.constexpr, middle,
     TOP_K: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     OUT: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +109,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
         kind = middle.dtype.element_ty
         row = tl.program_id(1) * OUT + tl.arange(0, OUT)
         here = tl.minimum(row, WIDTH - 1)
-        x = hidden + (pair // TOP_K) * HIDDEN
+        x = hidden + (pair // TOP_K) * token_stride
         matrix, scale = weights + slot * slot_weights, scales + slot * slot_scales
         gate = _rows_times(matrix, scale, here, x, HIDDEN, KIND, GROUP, OUT, IN).to(kind).to(tl.float32)
         up = _rows_times(matrix, scale, here + WIDTH, x, HIDDEN, KIND, GROUP, OUT, IN).to(kind).to(tl.float32)

@@ -3,7 +3,7 @@
 With top-8 routing over a few ranks nearly every token goes to every rank anyway. Then no counts need to be told: each
 rank gives as many rows as the rank with most tokens has (the ranks agree on that before the step, on the host), the
 sizes are known, and nothing depends on what the device finds; so the calls can stand in a CUDA graph. Hidden states
-travel from where they are; a label goes with each: where its experts are served, the sender's epoch, their weights.
+travel with a label each (`workers/packing.py`): where its experts are served, the sender's epoch, their weights.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from placement.errors import ExchangeError
 from workers.exchange import Arrivals, check_epochs
 from workers.group import Group
+from workers.packing import pack_for, row_elements, split_rows
 
 # Below this share of rows that are needed where they go, the bytes saved by sending fewer are worth telling counts.
 MIN_NEEDED = 0.6
@@ -47,6 +48,7 @@ class GatherExchange:
         num_ranks: int,
         num_experts: int,
         partial_dtype: torch.dtype,
+        device: torch.device,
         attempt: Callable[[Callable[[], Any]], Any] = lambda work: work(),
     ) -> None:
         self._group = group
@@ -55,6 +57,7 @@ class GatherExchange:
         self._num_ranks = num_ranks
         self._num_experts = num_experts
         self._partial_dtype = partial_dtype
+        self._pack = pack_for(device)
 
     def dispatch(
         self,
@@ -74,7 +77,8 @@ class GatherExchange:
         num_tokens, top_k = experts.shape
         if num_tokens > capacity:
             raise ExchangeError(f"this rank has {num_tokens} tokens in a step of at most {capacity}")
-        arrived, label = self.gather(hidden, weights, self._labels(epoch, experts, ranks, capacity).to(hidden.device))
+        codes = self._codes(epoch, experts, ranks, capacity).to(hidden.device)
+        arrived, label = self.gather(hidden, weights, codes)
         told = label[:, : top_k + 1].cpu().numpy()
         self._group.check()
         check_epochs(epoch, told[::capacity, -1].tolist())
@@ -87,10 +91,10 @@ class GatherExchange:
             weights=label.view(torch.float32)[:, top_k + 1 :].contiguous(),
         )
 
-    def _labels(self, epoch: int, experts: NDArray[np.int64], ranks: NDArray[np.int32], capacity: int) -> torch.Tensor:
-        """[C, 2K + 1]: rank * E + expert, -1 without a token; the epoch; room for weights."""
+    def _codes(self, epoch: int, experts: NDArray[np.int64], ranks: NDArray[np.int32], capacity: int) -> torch.Tensor:
+        """[C, K + 1]: rank * E + expert, -1 without a token; the epoch."""
         num_tokens, top_k = experts.shape
-        view = np.zeros((capacity, 2 * top_k + 1), np.int32)
+        view = np.empty((capacity, top_k + 1), np.int32)
         code = view[:num_tokens, :top_k]
         np.multiply(ranks, self._num_experts, out=code)
         np.add(code, experts, out=code, casting="unsafe")
@@ -99,28 +103,21 @@ class GatherExchange:
         return torch.from_numpy(view)
 
     def gather(
-        self, hidden: torch.Tensor, weights: torch.Tensor, labels: torch.Tensor
+        self, hidden: torch.Tensor, weights: torch.Tensor, codes: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [T, H], weights [T, K], labels [C, 2K + 1] with room for the weights -> [R * C, ...] of all ranks.
+        """hidden [T, H], weights [T, K], codes [C, K + 1] -> hidden [R * C, H], labels [R * C, 2K + 1] of all ranks.
 
         Nothing here waits for the device or depends on what is in the tensors.
         """
-        num_tokens, top_k = weights.shape
-        capacity = len(labels)
-        labels.view(torch.float32)[:num_tokens, top_k + 1 :] = weights
-        rows = self._num_ranks * capacity
-        arrived: torch.Tensor = self._attempt(lambda: hidden.new_empty((rows, hidden.shape[1])))
-        label = labels.new_empty((rows, labels.shape[1]))
-        mine = hidden.contiguous()
-        if num_tokens < capacity:
-            mine = arrived[self._rank * capacity : (self._rank + 1) * capacity]
-            mine[:num_tokens] = hidden
-            mine[num_tokens:] = 0
+        top_k, hidden_size, capacity = weights.shape[1], hidden.shape[1], len(codes)
+        shape = (self._num_ranks * capacity, row_elements(hidden_size, top_k, hidden.dtype))
+        rows: torch.Tensor = self._attempt(lambda: hidden.new_empty(shape))
+        self._pack(rows[self._rank * capacity : (self._rank + 1) * capacity], hidden, codes, weights)
         try:
-            self._group.all_gather([arrived, label], [mine, labels])
+            self._group.all_gather(rows)
         except ExchangeError as error:
             raise ExchangeError(f"the exchange with the other ranks failed: {error}") from error
-        return arrived, label
+        return split_rows(rows, hidden_size, top_k)
 
     def combine(self, plan: Gathered, partial: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Add partial [R * C, H] of all ranks, each rank's rows at home. Returns [T, H] in partial_dtype."""

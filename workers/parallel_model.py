@@ -213,6 +213,7 @@ class ParallelModel:
             num_ranks=len(nodes),
             num_experts=self.shape.num_experts,
             partial_dtype=partial_dtype,
+            device=self._device,
             attempt=self.relief.attempt,
         )
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import torch
 
 from placement.migration import Move
 
-RING = 4
+RING = 5
 PARCEL_BYTES, MOST_BLOBS = 64 << 20, 8
 # In front of each blob, as much as blobs are aligned to: its checksum as sent, and as it came.
 HEAD_BYTES = 256
@@ -19,12 +19,17 @@ HEAD_BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """A parcel whose turn comes next. Of one that is sent: held, its blobs, until they are loaded into its buffer."""
+    """A parcel that both ends agreed on and whose turn comes. most: how many parcels the other end can have begun.
+
+    Of one that is sent: held, its blobs, until they are loaded into its buffer. Of one that comes: rows for it.
+    """
 
     moves: Sequence[Move]
     buffer: int
-    held: ExitStack
-    loaded: torch.cuda.Event | None
+    most: int
+    rows: Sequence[torch.Tensor | None] = ()
+    loaded: torch.cuda.Event | None = None
+    held: ExitStack = field(default_factory=ExitStack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

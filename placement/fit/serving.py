@@ -16,7 +16,7 @@ LAYER_BYTES_PER_ELEMENT = 32
 
 MIB = 1 << 20
 # Experts that move between GPUs go through so many buffers of a parcel (workers/parcels.py).
-MOVING_BUFFERS, PARCEL_BYTES = 5, 64 * MIB
+MOVING_BUFFERS, PARCEL_BYTES = 6, 64 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,12 +76,11 @@ def move_beside_collectives(rank: int, mail: Any) -> dict[str, Any]:
 
     thread = threading.Thread(target=move)
     thread.start()
-    mine = torch.full((256, 1024), float(rank), device=device)
     steps, deadline = 0, time.monotonic() + 90
     unfinished = torch.ones(1, dtype=torch.int64)
     while int(unfinished):
-        gathered = torch.empty((512, 1024), device=device)
-        peers.data.all_gather([gathered], [mine])
+        gathered = torch.full((512, 1024), float(rank), device=device)
+        peers.data.all_gather(gathered)
         # Waits for the GPU, and takes memory anew, as a step does now and then.
         assert float(gathered[256 * (1 - rank), 0].item()) == 1 - rank
         torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from placement.errors import ExchangeError, StaleEpochError
-from tests.workers.ranks import meet, run_ranks
+from tests.workers.ranks import CPU, meet, run_ranks
 from workers.gathering import GatherExchange, is_worth_gathering
 
 HIDDEN, TOP_K, NUM_EXPERTS, CAPACITY = 4, 3, 8, 3
@@ -18,7 +18,9 @@ RANKS = torch.tensor([[0, 0, 1], [1, 1, 1]], dtype=torch.int32)
 
 def exchange(rank: int, mail: Any) -> dict[str, Any]:
     groups = meet(rank, mail)
-    link = GatherExchange(groups.data, rank=rank, num_ranks=2, num_experts=NUM_EXPERTS, partial_dtype=torch.float64)
+    link = GatherExchange(
+        groups.data, rank=rank, num_ranks=2, num_experts=NUM_EXPERTS, partial_dtype=torch.float64, device=CPU
+    )
     num_tokens = 2 if rank == 0 else 0
     hidden = torch.arange(num_tokens * HIDDEN, dtype=torch.float32).view(num_tokens, HIDDEN)
     tokens = {
