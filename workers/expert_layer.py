@@ -98,8 +98,11 @@ class ExpertLayer:
 
     def touch(self, num_tokens: int) -> None:
         """Run the layer's own kernels once, without the other ranks."""
-        hidden, _, _ = self._nothing
-        self._compute.touch(hidden.new_zeros((num_tokens, hidden.shape[1])), self._table.top_k)
+        nothing, _, _ = self._nothing
+        hidden = nothing.new_zeros((num_tokens, nothing.shape[1]))
+        self._compute.touch(hidden, self._table.top_k)
+        if self._gathering is not None:
+            self._gathering.touch(hidden, self._table.top_k)
 
     def join_empty(self) -> None:
         """Take part in the layer's exchange without a token of one's own: others may need the experts here."""

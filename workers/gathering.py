@@ -59,6 +59,13 @@ class GatherExchange:
         self._partial_dtype = partial_dtype
         self._pack = pack_for(device)
 
+    def touch(self, hidden: torch.Tensor, top_k: int) -> None:
+        """Run its own kernel once, without the other ranks, for weights in either type. hidden [n, H]."""
+        rows = hidden.new_empty((len(hidden), row_elements(hidden.shape[1], top_k, hidden.dtype)))
+        codes = torch.zeros((len(hidden), top_k + 1), dtype=torch.int32, device=hidden.device)
+        for dtype in {torch.float32, hidden.dtype}:
+            self._pack(rows, hidden, codes, torch.zeros((len(hidden), top_k), dtype=dtype, device=hidden.device))
+
     def dispatch(
         self,
         *,

@@ -23,7 +23,8 @@ def pack(rows: torch.Tensor, hidden: torch.Tensor, codes: torch.Tensor, weights:
     )  # fmt: skip
 
 
-@triton.jit
+# The number of tokens changes from step to step: no kernel of its own for some of them.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _pack(  # type: ignore[no-untyped-def]
     rows, words, floats, row_stride, word_stride, hidden, hidden_stride, codes, weights, num_tokens,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
