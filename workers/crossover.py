@@ -67,7 +67,6 @@ def measure_crossover(
             module=module,
             layout=layout,
             cache=cache,
-            num_experts=num_experts,
             partial_dtype=torch.float32,
         )
         hidden = torch.zeros((sizes[-1], hidden_size), dtype=dtype, device=device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from contextlib import closing
 
 import numpy as np
@@ -13,10 +12,8 @@ from torch import nn
 from workers.banks import BANK_SLOTS, make_banks
 from workers.blob import BlobLayout
 from workers.few_tokens import Fused, fused_for, most_pairs
-from workers.slot_cache import SlotCache, Wave
+from workers.slot_cache import NOTHING, SlotCache
 from workers.staging import Staging
-
-ONE_BY_ONE = 64
 
 
 class ExpertCompute:
@@ -33,7 +30,6 @@ class ExpertCompute:
         module: nn.Module,
         layout: BlobLayout,
         cache: SlotCache,
-        num_experts: int,
         partial_dtype: torch.dtype,
         few_pairs: int | None = None,
     ) -> None:
@@ -43,7 +39,6 @@ class ExpertCompute:
         self._cache = cache
         self._partial_dtype = partial_dtype
         self._few_pairs = most_pairs(layout) if few_pairs is None else few_pairs
-        self._slot_of = np.full(num_experts + 1, -1, np.int64)
         self._staging = Staging(cache.slots.device)
         self._generation = -1
         self.pairs = 0
@@ -70,12 +65,9 @@ class ExpertCompute:
                 self.pairs += experts.numel()
                 return out
         # The one time that the host waits for the device: which experts does the layer need?
-        wanted = experts.reshape(-1)
-        parts = (wanted,) if ahead is None else (wanted, ahead.reshape(-1).to(wanted.device, wanted.dtype))
-        known = torch.cat(parts).cpu().numpy()
+        chosen, foreseen = _to_host(experts, ahead)
         self._staging.begin()
-        chosen, foreseen = np.split(known, [len(wanted)])
-        self.pairs += int((chosen >= 0).sum())
+        self.pairs += len(chosen) if alone else int((chosen >= 0).sum())
         if fused is not None:
             out = self._few(fused, hidden, chosen, foreseen, weights)
         else:
@@ -126,9 +118,9 @@ class ExpertCompute:
     ) -> torch.Tensor:
         """Two launches a wave."""
         total: torch.Tensor | None = None
-        with closing(self._waves(chosen, foreseen, hidden.device)) as waves:
+        with closing(self._cache.waves(self._layer, chosen, foreseen)) as waves:
             for wave in waves:
-                slots = self._staging.send(self._slots_for(wave.slot_of, chosen).reshape(weights.shape))
+                slots = self._staging.send(wave.slots[chosen].reshape(weights.shape))
                 part = fused(hidden, slots, weights, self._partial_dtype)
                 total = part if total is None else total + part
         return torch.zeros(hidden.shape, dtype=self._partial_dtype, device=hidden.device) if total is None else total
@@ -140,46 +132,17 @@ class ExpertCompute:
         top_k = weights.shape[1]
         weight = weights.reshape(-1)
         partial = torch.zeros(hidden.shape, dtype=self._partial_dtype, device=hidden.device)
-        with closing(self._waves(chosen, foreseen, hidden.device)) as waves:
+        with closing(self._cache.waves(self._layer, chosen, foreseen)) as waves:
             for wave in waves:
-                for bank, where, slots in self._by_bank(wave.slot_of, chosen):
+                for bank, where, slots in self._by_bank(wave.slots[chosen]):
                     table = self._staging.send(np.stack([where, where // top_k, slots]))
                     out = self._banks[bank].forward(hidden[table[1]], table[2], slots)
                     partial.index_add_(0, table[1], (out * weight[table[0]].unsqueeze(1)).to(partial.dtype))
         return partial
 
-    def _waves(self, chosen: NDArray[np.int64], foreseen: NDArray[np.int64], device: torch.device) -> Generator[Wave]:
-        """The waves of the chosen experts. When the first comes, what the layer waits for is on its way: then what is
-        foreseen is sent for. A GPU gets its work first, and computes meanwhile."""
-        # numpy takes longer to set off than Python to find the few that a small batch needs.
-        needed = sorted(set(chosen.tolist()) - {-1}) if len(chosen) <= ONE_BY_ONE else _distinct(chosen)
-        with closing(self._cache.waves(self._layer, needed)) as waves:
-            for number, wave in enumerate(waves):
-                if number == 0 and device.type != "cuda":
-                    self._fetch_ahead(foreseen)
-                yield wave
-                if number == 0 and device.type == "cuda":
-                    self._fetch_ahead(foreseen)
-
-    def _fetch_ahead(self, foreseen: NDArray[np.int64]) -> None:
-        """foreseen [m]: the ids that a router asked ahead gave, of all tokens; those of most tokens are likeliest."""
-        if len(foreseen):
-            experts, counts = np.unique(foreseen, return_counts=True)
-            self._cache.prefetch(self._layer + 1, experts[np.argsort(-counts, kind="stable")].tolist())
-
-    def _slots_for(self, slot_of: dict[int, int], chosen: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The slot of each chosen expert [n * K]; -1 where it is not of this wave."""
-        experts = list(slot_of)
-        self._slot_of[experts] = list(slot_of.values())
-        slots = self._slot_of[chosen]
-        self._slot_of[experts] = -1
-        return slots
-
-    def _by_bank(
-        self, slot_of: dict[int, int], chosen: NDArray[np.int64]
-    ) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """For each bank that a wave uses: where in chosen [n * K] its experts are, and their slots within the bank."""
-        slots = self._slots_for(slot_of, chosen)
+    def _by_bank(self, slots: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+        """slots [n * K], -1 where an expert is not of this wave. For each bank that a wave uses: where its experts are
+        among them, and their slots within the bank."""
         where = np.flatnonzero(slots >= 0)
         slots = slots[where]
         if len(self._banks) == 1:
@@ -188,6 +151,15 @@ class ExpertCompute:
         return [(int(bank), where[banks == bank], slots[banks == bank] % BANK_SLOTS) for bank in np.unique(banks)]
 
 
-def _distinct(chosen: NDArray[np.int64]) -> list[int]:
-    found: list[int] = np.unique(chosen[chosen >= 0]).tolist()
-    return found
+def _to_host(experts: torch.Tensor, ahead: torch.Tensor | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The ids [n * K] that are needed, and those that are foreseen, in one copy."""
+    if ahead is None:
+        return experts.cpu().numpy().reshape(-1).astype(np.int64, copy=False), NOTHING
+    wanted = experts.reshape(-1)
+    known = (
+        torch.cat((wanted, ahead.reshape(-1).to(wanted.device, wanted.dtype)))
+        .cpu()
+        .numpy()
+        .astype(np.int64, copy=False)
+    )
+    return known[: len(wanted)], known[len(wanted) :]

@@ -69,7 +69,6 @@ class ExpertLayer:
             module=module,
             layout=layout,
             cache=cache,
-            num_experts=table.num_experts,
             partial_dtype=exchange.partial_dtype,
         )
         self._nothing = (

@@ -25,6 +25,8 @@ class HostSlab:
 
     def __init__(self, *, capacity: int, blob_bytes: int, pin: bool = False, blobs: torch.Tensor | None = None) -> None:
         self._blobs = host_memory(capacity, blob_bytes, pin=pin) if blobs is None else blobs
+        # Made once: an index into a tensor takes as long as the rest of a lookup.
+        self._views = self._blobs.unbind()
         self._free = list(range(capacity - 1, -1, -1))
         self._rows: dict[ExpertId, int] = {}
         self._claimed: dict[ExpertId, int] = {}
@@ -70,7 +72,7 @@ class HostSlab:
                 )
             row = self._free.pop()
             self._claimed[expert] = row
-            return self._blobs[row]
+            return self._views[row]
 
     def publish(self, expert: ExpertId) -> None:
         """The blob in the claimed row is whole and checked: from now on it counts."""
@@ -89,7 +91,7 @@ class HostSlab:
     def blob(self, expert: ExpertId) -> torch.Tensor:
         """[blob_bytes] of an expert that is here; KeyError otherwise."""
         with self._lock:
-            return self._blobs[self._rows[expert]]
+            return self._views[self._rows[expert]]
 
     @contextmanager
     def holding(self, expert: ExpertId) -> Iterator[torch.Tensor]:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from workers.cuda_runtime import bare_submit
+
 CHUNK_BYTES = 4 << 20
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -40,10 +42,12 @@ class Fence(Protocol):
 class Link(Protocol):
     """pairs: (slot, blob), both uint8 of one length. after: the newest fence of these slots, None if they have none.
 
-    overlaps: whether copies run beside the computing.
+    overlaps: whether copies run beside the computing. defers: whether computing is only set off when its caller goes
+    on, as on a GPU.
     """
 
     overlaps: bool
+    defers: bool
 
     def copy(self, pairs: Sequence[Pair], *, after: Fence | None, urgent: bool) -> Arrival: ...
 
@@ -78,6 +82,7 @@ class DirectLink:
     """Copies at once, in the caller: for experts and slots in the same memory."""
 
     overlaps = False
+    defers = False
 
     def __init__(self) -> None:
         self._fences = 0
@@ -116,24 +121,33 @@ class _CudaFence:
 
 
 class CudaLink:
-    """Two streams of one GPU: urgent copies with high priority, and prefetches in chunks beside them."""
+    """Two streams of one GPU: urgent copies with high priority, and prefetches in chunks beside them.
+
+    A copy is given to the CUDA runtime itself where that can be had, since torch's way to it takes longer.
+    """
 
     overlaps = True
+    defers = True
 
     def __init__(self, device: torch.device) -> None:
         self._urgent = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._patient = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
         self._fences = 0
+        self._submit = bare_submit(device)
 
     def copy(self, pairs: Sequence[Pair], *, after: Any, urgent: bool) -> Arrival:
         stream = self._urgent if urgent else self._patient
         if after is not None:
             stream.wait_event(after.event)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            for target, source in pairs if urgent else chunks_of(pairs, CHUNK_BYTES):
-                target.copy_(source, non_blocking=True)
-            event.record(stream)
+        if self._submit is not None:
+            for target, source in pairs:
+                self._submit(target, source, stream.cuda_stream, source.numel() if urgent else CHUNK_BYTES)
+        else:
+            with torch.cuda.stream(stream):
+                for target, source in pairs if urgent else chunks_of(pairs, CHUNK_BYTES):
+                    target.copy_(source, non_blocking=True)
+        event.record(stream)
         return _CudaArrival(event)
 
     def fence(self) -> Fence:

@@ -78,7 +78,7 @@ class SharedSlab(HostSlab):
             if expert in self._adopted:
                 rows, row = self._adopted[expert]
                 return rows.blobs[row]
-            return self._blobs[self._rows[expert]]
+            return self._views[self._rows[expert]]
 
     def claim(self, expert: ExpertId) -> torch.Tensor:
         assert expert not in self._adopted, expert

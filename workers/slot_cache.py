@@ -19,14 +19,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from placement.cache.finding import by_count
 from placement.cache.policy import EvictionPolicy
 from placement.core import ExpertId
 from workers.host_slab import HostSlab
 from workers.links import Link
 from workers.memory import CountedMemory, Memory
 from workers.prefetch import LinkRoom, PrefetchJudge
-from workers.slot_table import SlotTable
+from workers.slot_table import Found, SlotTable
 from workers.telemetry import CacheCounters
 
 logger = logging.getLogger(__name__)
@@ -34,13 +36,16 @@ LANDING_GROUP = 8
 ONE_WAVE = 16
 STREAM_FROM = 48
 PREFETCH_SHARE = 0.125
+NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Wave:
-    """Experts of one layer that lie in slots at the same time. slot_of maps expert -> slot."""
+    """Experts of one layer that lie in slots at the same time. slots [E + 1]: where they lie; what else it says of
+    experts that the layer needs is -1, the last too, for the expert -1. It holds until the next wave."""
 
-    slot_of: dict[int, int]
+    experts: list[int]
+    slots: NDArray[np.int64]
 
 
 class SlotCache:
@@ -80,7 +85,7 @@ class SlotCache:
         self._prefetch_share = prefetch_share
         self._judge = PrefetchJudge()
         self._room = LinkRoom(time.monotonic)
-        self._lost: list[ExpertId] = []
+        self._lost: list[int] = []
         self._tables: torch.Tensor | None = None
         self.prefetching = True
         self._allocate_most(num_slots, num_slots)
@@ -95,72 +100,96 @@ class SlotCache:
 
     def resident(self, layer: int) -> frozenset[int]:
         """The experts of a layer that lie in slots now, or are on their way there."""
-        return frozenset(item.expert for item in self._table.slot_of if item.layer == layer)
+        return frozenset(self._table.in_layer(layer))
 
     def whole_table(self, layer: int) -> torch.Tensor | None:
         """[E] the slots of a layer's experts, on the device, if all experts of all layers are in slots; else None."""
-        shape = self._policy.history.last.shape
-        slot_of = self._table.slot_of
-        if len(slot_of) < shape[0] * shape[1]:
+        table = self._table
+        if table.num_filled < self._policy.num_layers * self._policy.num_experts:
             return None
         if self._tables is None:
-            if any(arrival is not None for arrival in self._table.arrival):
+            if any(arrival is not None for arrival in table.arrival):
                 return None
-            slots = [[slot_of[ExpertId(row, expert)] for expert in range(shape[1])] for row in range(shape[0])]
-            self._tables = torch.tensor(slots, device=self._device)
+            self._tables = torch.from_numpy(table.slot_at[:, :-1].copy()).to(self._device)
         return self._tables[layer]
 
     # ----------------------------------------------------------------------------------------------------- demand
 
-    def waves(self, layer: int, experts: list[int]) -> Generator[Wave]:
-        """Bring a step's distinct experts through the slots. The host slab must own every one; those that it can't
-        read are in no wave (`take_lost`).
+    def waves(self, layer: int, chosen: NDArray[np.int64], foreseen: NDArray[np.int64] = NOTHING) -> Generator[Wave]:
+        """Bring a step's experts through the slots. chosen [n]: their ids, -1 for one that is not here. The host slab
+        must own every one; those that it can't read are in no wave (`take_lost`). foreseen [m]: ids that a router asked
+        ahead gave for the next layer.
 
-        What the caller computes with a wave must be under way when it asks for the next.
+        What the caller computes with a wave must be under way when it asks for the next. The policy learns and what is
+        foreseen is sent for while a GPU computes; where computing is not deferred that comes first.
         """
-        table, slot_of = self._table, self._table.slot_of
-        needed = [ExpertId(layer, expert) for expert in experts]
-        hits = [item for item in needed if item in slot_of]
-        missing = deque(item for item in needed if item not in slot_of)
-        self.counters.look_up(len(needed), len(hits))
-        table.hold([slot_of[item] for item in hits])
-        late = [item for item in hits if table.is_landing(slot_of[item])]
-        landing: deque[list[ExpertId]] = deque([late] if late else [])
+        table = self._table
+        found = table.look_up(layer, chosen)
+        self.counters.look_up(len(found.needed), len(found.hits))
+        missing = deque(found.missing)
+        hits, late = self._split_late(layer, found) if found.stirring else (found.hits, [])
+        landing: deque[list[int]] = deque([late] if late else [])
         try:
-            free = deque(table.victims(self._room_for(len(missing))))
-            landing += self._submit(missing, free)
-            # After the copies are under way, since they are what the layer waits for.
-            self._policy.observe(layer, np.array(experts, np.int64))
-            first = [item for item in hits if item not in late]
-            if len(needed) <= self._one_wave and not missing:
-                first = [*first, *(item for group in landing for item in group)]
+            free: deque[int] = deque()
+            if missing:
+                free.extend(table.victims(self._room_for(len(missing))))
+                landing += self._submit(layer, missing, free)
+            first = hits
+            if landing and len(found.needed) <= self._one_wave and not missing:
+                first = [*hits, *(expert for group in landing for expert in group)]
                 landing.clear()
+            whole = not missing and not landing
+            learned = not (first and self._link.defers)
+            if learned:
+                self._learn(layer, found, foreseen)
             if first:
-                yield self._use(first)
-                table.release([slot_of[item] for item in first], self._link.fence())
+                slots = self._use(layer, first, stirring=found.stirring or bool(found.missing))
+                yield self._wave(layer, first, slots, whole=whole)
+                table.release(slots, self._link.fence())
+            if not learned:
+                self._learn(layer, found, foreseen)
             while missing or landing:
                 if not landing:
                     free.extend(table.victims(len(missing)))
-                    landing += self._submit(missing, free)
+                    landing += self._submit(layer, missing, free)
                     if not landing:
                         # None of them could be read.
                         continue
                 group = landing.popleft()
-                yield self._use(group)
-                slots = [slot_of[item] for item in group]
+                slots = self._use(layer, group, stirring=True)
+                yield self._wave(layer, group, slots, whole=False)
                 table.release(slots, self._link.fence())
                 if missing:
                     free.extend(slots)
-                    landing += self._submit(missing, free)
+                    landing += self._submit(layer, missing, free)
             # While the device computes: who makes room for what the next layer will miss?
-            if len(hits) < len(needed):
-                table.rank_ahead(len(needed))
+            if found.missing:
+                table.rank_ahead(len(found.needed))
             self._judge_unused(layer)
         finally:
             # A caller that broke off leaves copies under way into slots that are free for others from now on.
             for group in landing:
-                self._use(group)
+                self._use(layer, group, stirring=True)
             table.held[:] = False
+
+    def _split_late(self, layer: int, found: Found) -> tuple[list[int], list[int]]:
+        """The hits that are there, and those that are still landing."""
+        row = self._table.slot_at[layer]
+        late = [expert for expert in found.hits if self._table.is_landing(row[expert])]
+        return [expert for expert in found.hits if expert not in late], late
+
+    def _learn(self, layer: int, found: Found, foreseen: NDArray[np.int64]) -> None:
+        self._policy.observe(layer, found.needed)
+        if len(foreseen):
+            self.prefetch(layer + 1, by_count(foreseen, self._policy.num_experts).tolist())
+
+    def _wave(self, layer: int, experts: list[int], slots: list[int], *, whole: bool) -> Wave:
+        """whole: no other expert that the layer needs lies in a slot, so that the table itself says where."""
+        if whole:
+            return Wave(experts, self._table.slot_at[layer])
+        places = np.full(self._policy.num_experts + 1, -1, np.int64)
+        places[experts] = slots
+        return Wave(experts, places)
 
     def _room_for(self, num_missing: int) -> int:
         if num_missing < self._stream_from:
@@ -168,61 +197,68 @@ class SlotCache:
         self.counters.streamed_layers += 1
         return 2 * self._landing_group
 
-    def _submit(self, missing: deque[ExpertId], free: deque[int]) -> deque[list[ExpertId]]:
+    def _submit(self, layer: int, missing: deque[int], free: deque[int]) -> deque[list[int]]:
         """Send for as many missing experts as there are free slots, group by group, each group one submission."""
-        groups: deque[list[ExpertId]] = deque()
+        groups: deque[list[int]] = deque()
         while missing and free:
             group = [missing.popleft() for _ in range(min(self._landing_group, len(missing), len(free)))]
-            sent, slots = self._send(group, [free.popleft() for _ in group], urgent=True)
+            sent, slots = self._send(layer, group, [free.popleft() for _ in group], urgent=True)
             if sent:
                 self._table.hold(slots)
                 groups.append(sent)
         return groups
 
-    def _send(self, items: list[ExpertId], slots: list[int], *, urgent: bool) -> tuple[list[ExpertId], list[int]]:
+    def _send(self, layer: int, experts: list[int], slots: list[int], *, urgent: bool) -> tuple[list[int], list[int]]:
         """Send for experts. Returns those that are on their way, and where to; the others can't be read."""
-        blobs = self._slab.fetch(items)
-        if None in blobs:
+        items = [ExpertId(layer, expert) for expert in experts]
+        fetched = self._slab.fetch(items)
+        blobs = [blob for blob in fetched if blob is not None]
+        if len(blobs) < len(items):
             if urgent:
-                self._lost += [item for item, blob in zip(items, blobs, strict=True) if blob is None]
-            items = [item for item, blob in zip(items, blobs, strict=True) if blob is not None]
-            slots = slots[: len(items)]
+                self._lost += [expert for expert, blob in zip(experts, fetched, strict=True) if blob is None]
+            items = [item for item, blob in zip(items, fetched, strict=True) if blob is not None]
+            experts, slots = [item.expert for item in items], slots[: len(items)]
             if not items:
-                return items, slots
+                return experts, slots
+        pairs = [(self._rows[slot], blob) for slot, blob in zip(slots, blobs, strict=True)]
         newest = self._table.last_use(slots)
         for slot in slots:
             self._empty(slot)
-        here = (blob for blob in blobs if blob is not None)
-        pairs = [(self.slots[slot], blob) for slot, blob in zip(slots, here, strict=True)]
         arrival = self._link.copy(pairs, after=newest, urgent=urgent)
         self._slab.lent(items, arrival)
-        self._table.place(items, slots, arrival)
+        self._table.place(layer, experts, slots, arrival)
         self.counters.copies += len(items)
         self.counters.copied_bytes += len(items) * self._blob_bytes
-        return items, slots
+        return experts, slots
 
     def take_lost(self) -> list[int]:
         """The experts that the waves of the last layer lacked, since they can't be read."""
         lost, self._lost = self._lost, []
-        return [item.expert for item in lost]
+        return lost
 
-    def _use(self, items: list[ExpertId]) -> Wave:
+    def _use(self, layer: int, experts: list[int], *, stirring: bool) -> list[int]:
+        """Wait for what has not arrived. stirring: there may be something to be done. Returns their slots."""
         table = self._table
-        slots = [table.slot_of[item] for item in items]
-        arrivals = {id(arrival): arrival for slot in slots if (arrival := table.arrival[slot]) is not None}
-        for arrival in arrivals.values():
-            with self.counters.stalled():
+        slots: list[int] = table.slot_at[layer, experts].tolist()
+        if not stirring:
+            return slots
+        busy = [slot for slot in slots if table.stirring[slot]]
+        arrivals = {id(arrival): arrival for slot in busy if (arrival := table.arrival[slot]) is not None}
+        if arrivals:
+            begun = time.perf_counter()
+            for arrival in arrivals.values():
                 arrival.wait()
-        for slot in slots:
-            table.arrival[slot] = None
+            self.counters.stall_s += time.perf_counter() - begun
+        for slot in busy:
+            table.arrived(slot)
             if table.foreseen[slot]:
-                table.foreseen[slot] = False
+                table.fulfil(slot)
                 self._judge.used()
                 self.counters.prefetch_used += 1
-        return Wave(slot_of={item.expert: slot for item, slot in zip(items, slots, strict=True)})
+        return slots
 
     def _empty(self, slot: int) -> None:
-        if self._table.empty(slot) is None:
+        if not self._table.empty(slot):
             return
         self._tables = None
         self.counters.evictions += 1
@@ -231,14 +267,14 @@ class SlotCache:
 
     def forget(self, expert: ExpertId) -> None:
         """Drop an expert that this rank no longer owns."""
-        slot = self._table.slot_of.get(expert)
+        slot = self._table.slot_of(expert)
         if slot is None:
             return
         arrival = self._table.arrival[slot]
         if arrival is not None:
             # Its blob may be released next: the copy must not read a row that another expert has got.
             arrival.finish()
-            self._table.arrival[slot] = None
+            self._table.arrived(slot)
         self._empty(slot)
         self.counters.evictions -= 1
 
@@ -251,27 +287,29 @@ class SlotCache:
     def looks_ahead(self) -> bool:
         """Whether a prefetch would be of use now: not without a link that copies beside the computing, not while
         prefetches are hardly ever used, and not where everything is in slots."""
-        slots = self._prefetch_slots if self.prefetching and self._link.overlaps else 0
-        return slots > 0 and len(self._table.slot_of) < self._policy.history.last.size and self._judge.allows()
+        if not self.prefetching or not self._prefetch_slots or not self._link.overlaps:
+            return False
+        return self._table.num_filled < self._policy.num_layers * self._policy.num_experts and self._judge.allows()
 
     def prefetch(self, layer: int, experts: list[int]) -> None:
         """Send for experts that a layer ahead will probably need, the likeliest first, as far as region and link have
         room. Does nothing while the link is busy with an earlier prefetch. Experts of other ranks are left out."""
         table = self._table
         left = self._room.left(self.counters.copied_bytes - self.counters.prefetched * self._blob_bytes)
-        if table.is_prefetching():
+        if layer >= self._policy.num_layers or table.is_prefetching():
             return
-        items = [ExpertId(layer, expert) for expert in experts]
-        absent = [item for item in items if item not in table.slot_of and self._slab.holds(item)]
-        room = min(self._prefetch_slots - int(table.foreseen.sum()), left // self._blob_bytes)
+        places = table.slot_at[layer, experts].tolist()
+        absent = [ExpertId(layer, expert) for expert, slot in zip(experts, places, strict=True) if slot < 0]
+        absent = [item for item in absent if self._slab.holds(item)]
+        room = min(self._prefetch_slots - table.num_foreseen, left // self._blob_bytes)
         self._slab.promote([item for item in absent if not self._slab.is_ready(item)])
-        absent = [item for item in absent if self._slab.is_ready(item)]
-        absent = absent[: int(min(room, len(absent)))]
-        slots = table.victims(len(absent), sparing=[table.slot_of[item] for item in items if item in table.slot_of])
+        ready = [item.expert for item in absent if self._slab.is_ready(item)]
+        ready = ready[: int(min(room, len(ready)))]
+        slots = table.victims(len(ready), sparing=[slot for slot in places if slot >= 0])
         sent: list[int] = []
-        for item, slot in zip(absent, slots, strict=False):
+        for expert, slot in zip(ready, slots, strict=False):
             # One submission each, so that the layer waits for none but those that it turns out to need.
-            sent += self._send([item], [slot], urgent=False)[1]
+            sent += self._send(layer, [expert], [slot], urgent=False)[1]
         if sent:
             table.expect(sent)
             self.counters.prefetched += len(sent)
@@ -282,7 +320,7 @@ class SlotCache:
             self._waste(slot)
 
     def _waste(self, slot: int) -> None:
-        self._table.foreseen[slot] = False
+        self._table.fulfil(slot)
         self._judge.wasted()
         self.counters.prefetch_wasted_bytes += self._blob_bytes
 
@@ -295,20 +333,19 @@ class SlotCache:
 
     def warm_up(self, hottest: list[ExpertId]) -> None:
         """Fill empty slots, the hottest experts first, and wait until they are there."""
-        here = self._slab.experts()
-        absent = [item for item in hottest if item in here and item not in self._table.slot_of]
+        table, here = self._table, self._slab.experts()
+        absent = [item for item in hottest if item in here and table.slot_of(item) is None]
         items = [item for item in absent if self._slab.is_ready(item)]
-        slots = self._table.vacant()[: len(items)]
+        slots = table.vacant()[: len(items)]
         begun = time.perf_counter()
-        for start in range(0, len(slots), self._landing_group):
-            part = slots[start : start + self._landing_group]
-            self._send(items[start : start + len(part)], part, urgent=True)
+        for item, slot in zip(items, slots, strict=False):
+            self._send(item.layer, [item.expert], [slot], urgent=True)
         self._lost.clear()
         for slot in slots:
-            arrival = self._table.arrival[slot]
+            arrival = table.arrival[slot]
             if arrival is not None:
                 arrival.finish()
-                self._table.arrival[slot] = None
+                table.arrived(slot)
         if len(slots) > self._landing_group:
             self._room.bytes_per_s = len(slots) * self._blob_bytes / (time.perf_counter() - begun)
 
@@ -328,6 +365,7 @@ class SlotCache:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         # Layers have views of the old slots until they next run.
+        self._rows.clear()
         self.slots.untyped_storage().resize_(0)
         self._memory.claim("slots", 0)
         if self._device.type == "cuda":
@@ -366,6 +404,7 @@ class SlotCache:
     def _allocate(self, num_slots: int) -> None:
         self._memory.claim("slots", num_slots * self._blob_bytes)
         self.slots = torch.zeros((num_slots, self._blob_bytes), dtype=torch.uint8, device=self._device)
+        self._rows = list(self.slots.unbind())
         self._table = SlotTable(num_slots, self._policy)
         self._prefetch_slots = int(self._prefetch_share * num_slots)
         self._tables = None

@@ -1,53 +1,101 @@
 """The slot table: what lies in each GPU slot, what is on its way there, and who makes room.
 
-A slot is *held* while a layer may compute with it, *foreseen* from a prefetch until its expert is used or goes.
+A slot is *held* while a layer may compute with it, *foreseen* from a prefetch until its expert is used or goes, and
+*stirring* while something is left to be done when it is used: to wait for its arrival, or to count what was foreseen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.cache.finding import HITS, MISSING, NEEDED, find
 from placement.cache.policy import EvictionPolicy
 from placement.core import ExpertId
 from workers.links import Arrival, Fence
 
 
+class Found(NamedTuple):
+    """A layer's lookup, experts in ascending order. needed: an array that is written anew by the next lookup.
+    stirring: some of the hits have something to be done when they are used."""
+
+    needed: NDArray[np.int64]
+    hits: list[int]
+    missing: list[int]
+    stirring: bool
+
+
 class SlotTable:
-    """S slots, empty at first. arrival and fence: by slot, where there is one."""
+    """S slots, empty at first. slot_at [L, E + 1]: the slot of each expert, -1 for none, and for the expert -1.
+
+    arrival: by slot, where there is one.
+    """
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         assert num_slots >= 1
-        self.slot_of: dict[ExpertId, int] = {}
+        layers, experts = policy.num_layers, policy.num_experts
+        self.slot_at: NDArray[np.int64] = np.full((layers, experts + 1), -1, np.int64)
         self.held: NDArray[np.bool_] = np.zeros(num_slots, bool)
         self.foreseen: NDArray[np.bool_] = np.zeros(num_slots, bool)
+        self.stirring: NDArray[np.bool_] = np.zeros(num_slots, bool)
         self.arrival: list[Arrival | None] = [None] * num_slots
+        self.num_filled = 0
+        self.num_foreseen = 0
         self._fence: list[Fence | None] = [None] * num_slots
-        self._item_in: list[ExpertId | None] = [None] * num_slots
         self._layer_in: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
         self._expert_in: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self._policy = policy
         self._ahead: dict[int, Arrival] = {}
         self._ranked: list[int] = []
+        self._found: NDArray[np.int64] = np.zeros((3, experts + 1), np.int64)
 
-    def place(self, items: list[ExpertId], slots: list[int], arrival: Arrival) -> None:
+    def look_up(self, layer: int, chosen: NDArray[np.int64]) -> Found:
+        """Find a layer's distinct experts among chosen [n] (-1: none), and hold those that are in slots: what was found
+        of their value is old."""
+        found = self._found
+        needed, hits, stirring = find(self.slot_at, self.held, self.stirring, layer, chosen, found)
+        if self._ranked:
+            self._ranked = [slot for slot in self._ranked if not self.held[slot]]
+        return Found(
+            found[NEEDED, :needed],
+            found[HITS, :hits].tolist(),
+            found[MISSING, : needed - hits].tolist(),
+            stirring > 0,
+        )
+
+    def slot_of(self, item: ExpertId) -> int | None:
+        """Where an expert lies, if it does."""
+        layers, experts = self.slot_at.shape
+        if item.layer >= layers or item.expert >= experts - 1:
+            return None
+        slot = int(self.slot_at[item.layer, item.expert])
+        return slot if slot >= 0 else None
+
+    def in_layer(self, layer: int) -> list[int]:
+        """The experts of a layer that are in slots."""
+        return [int(expert) for expert in np.flatnonzero(self.slot_at[layer] >= 0)]
+
+    def place(self, layer: int, experts: list[int], slots: list[int], arrival: Arrival) -> None:
         """Experts are on their way into slots that were emptied."""
-        for item, slot in zip(items, slots, strict=True):
-            self.slot_of[item] = slot
-            self._item_in[slot] = item
-            self._layer_in[slot], self._expert_in[slot] = item.layer, item.expert
+        for expert, slot in zip(experts, slots, strict=True):
+            self.slot_at[layer, expert] = slot
+            self._layer_in[slot], self._expert_in[slot] = layer, expert
             self.arrival[slot] = arrival
+            self.stirring[slot] = True
+        self.num_filled += len(slots)
 
-    def empty(self, slot: int) -> ExpertId | None:
-        """Let go of what is in a slot, if anything is."""
-        item = self._item_in[slot]
-        if item is not None:
-            del self.slot_of[item]
-            self._item_in[slot] = None
-            self._layer_in[slot] = -1
-        return item
+    def empty(self, slot: int) -> bool:
+        """Let go of what is in a slot. Returns whether anything was."""
+        layer = self._layer_in[slot]
+        if layer < 0:
+            return False
+        self.slot_at[layer, self._expert_in[slot]] = -1
+        self._layer_in[slot] = -1
+        self.num_filled -= 1
+        return True
 
     def vacant(self) -> list[int]:
         """The slots that are empty."""
@@ -55,13 +103,18 @@ class SlotTable:
 
     def last_use(self, slots: list[int]) -> Fence | None:
         """The newest fence of these slots."""
-        fences = [fence for slot in slots if (fence := self._fence[slot]) is not None]
-        return max(fences, key=lambda fence: fence.number, default=None)
+        newest: Fence | None = None
+        for slot in slots:
+            fence = self._fence[slot]
+            if fence is not None and (newest is None or fence.number > newest.number):
+                newest = fence
+        return newest
 
     def hold(self, slots: list[int]) -> None:
         """They are used now: what was found of their value is old."""
         self.held[slots] = True
-        self._ranked = [slot for slot in self._ranked if not self.held[slot]]
+        if self._ranked:
+            self._ranked = [slot for slot in self._ranked if not self.held[slot]]
 
     def release(self, slots: list[int], fence: Fence) -> None:
         """The computing with these slots is under way, and over behind the fence."""
@@ -69,25 +122,39 @@ class SlotTable:
             self._fence[slot] = fence
         self.held[slots] = False
 
+    def arrived(self, slot: int) -> None:
+        """There is nothing left to wait for."""
+        self.arrival[slot] = None
+        self.stirring[slot] = self.foreseen[slot]
+
     def by_value(self) -> list[ExpertId]:
         """What is in slots, the most valuable first."""
         filled = np.flatnonzero(self._layer_in >= 0)
         values = self._policy.values(self._layer_in[filled], self._expert_in[filled])
         order = filled[np.argsort(-values, kind="stable")]
-        return [item for slot in order if (item := self._item_in[slot]) is not None]
+        return [ExpertId(int(self._layer_in[slot]), int(self._expert_in[slot])) for slot in order]
 
     # ---------------------------------------------------------------------------------------------------- prefetches
 
     def expect(self, slots: list[int]) -> None:
         """Prefetches are on their way into these slots."""
         self.foreseen[slots] = True
+        self.num_foreseen += len(slots)
         self._ahead = {slot: arrival for slot in slots if (arrival := self.arrival[slot]) is not None}
+
+    def fulfil(self, slot: int) -> None:
+        """What was foreseen has come true, or nothing will come of it."""
+        self.foreseen[slot] = False
+        self.num_foreseen -= 1
+        self.stirring[slot] = self.arrival[slot] is not None
 
     def is_prefetching(self) -> bool:
         return any(not arrival.done() for arrival in self._ahead.values())
 
     def unused(self, layer: int) -> list[int]:
         """The foreseen slots of a layer."""
+        if not self.num_foreseen:
+            return []
         return [int(slot) for slot in np.flatnonzero(self.foreseen & (self._layer_in == layer))]
 
     def is_landing(self, slot: int) -> bool:
@@ -103,37 +170,32 @@ class SlotTable:
         """
         if count == 0:
             return []
-        free = self._open()
-        free[list(sparing)] = False
-        ranked = [slot for slot in self._ranked if free[slot]]
+        self._forget_landed()
+        ahead = self._ahead
+        ranked = [slot for slot in self._ranked if not self.held[slot] and slot not in ahead and slot not in sparing]
         if len(ranked) < count:
-            ranked = self._rank(free, count)
+            free = self._open()
+            free[list(sparing)] = False
+            ranked = self._policy.rank(self._layer_in, self._expert_in, free, count)
         self._ranked = ranked[count:]
         return ranked[:count]
 
     def rank_ahead(self, count: int) -> None:
         """Find out now who makes room for so many next time."""
-        self._ranked = self._rank(self._open(), count)
+        self._forget_landed()
+        self._ranked = self._policy.rank(self._layer_in, self._expert_in, self._open(), count)
+
+    def _forget_landed(self) -> None:
+        if self._ahead:
+            self._ahead = {slot: arrival for slot, arrival in self._ahead.items() if not arrival.done()}
 
     def _open(self) -> NDArray[np.bool_]:
         """Which slots [S] may be overwritten."""
         free = ~self.held
-        self._ahead = {slot: arrival for slot, arrival in self._ahead.items() if not arrival.done()}
         # Prefetches are still writing there.
         free[list(self._ahead)] = False
-        if not free.any():
+        if self._ahead and not free.any():
             for arrival in self._ahead.values():
                 arrival.finish()
             free = ~self.held
         return free
-
-    def _rank(self, free: NDArray[np.bool_], count: int) -> list[int]:
-        """Up to count of the free slots, those to be overwritten first at the front."""
-        empty = np.flatnonzero((self._layer_in < 0) & free)[:count]
-        filled = np.flatnonzero((self._layer_in >= 0) & free)
-        wanted = min(count - len(empty), len(filled))
-        if wanted <= 0:
-            return [int(slot) for slot in empty]
-        values = self._policy.values(self._layer_in[filled], self._expert_in[filled])
-        least = np.argpartition(values, wanted - 1)[:wanted]
-        return [int(slot) for slot in (*empty, *filled[least[np.argsort(values[least])]])]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -55,12 +52,6 @@ class CacheCounters:
         self.window_hits += hits
         if self.window_lookups >= WINDOW_LOOKUPS:
             self._judge_window()
-
-    @contextmanager
-    def stalled(self) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
-        self.stall_s += time.perf_counter() - begun
 
     def _judge_window(self) -> None:
         rate = self.window_hits / self.window_lookups

@@ -55,13 +55,20 @@ class _Mark:
 
 
 class ThreadLink:
-    """delay is called at every event (submission, chunk, arrival, fence); tests let it sleep at random."""
+    """delay is called at every event (submission, chunk, arrival, fence); tests let it sleep at random. defers: let a
+    cache do things in the order in which it does them on a GPU."""
 
     overlaps = True
 
     def __init__(
-        self, *, bytes_per_s: float, chunk_bytes: int = CHUNK_BYTES, delay: Callable[[], None] = lambda: None
+        self,
+        *,
+        bytes_per_s: float,
+        chunk_bytes: int = CHUNK_BYTES,
+        delay: Callable[[], None] = lambda: None,
+        defers: bool = False,
     ) -> None:
+        self.defers = defers
         self._bucket = TokenBucket(bytes_per_s=bytes_per_s, burst_bytes=chunk_bytes)
         self._chunk_bytes = chunk_bytes
         self._delay = delay

@@ -100,7 +100,7 @@ class TieredSlab(HostSlab):
             except DiskError as error:
                 raise MigrationError(f"no room for {expert} in host memory: {error}") from error
             self._claimed[expert] = row
-            return self._blobs[row]
+            return self._views[row]
 
     def publish(self, expert: ExpertId) -> None:
         with self._changed:
@@ -129,7 +129,7 @@ class TieredSlab(HostSlab):
     def holding(self, expert: ExpertId) -> Iterator[torch.Tensor]:
         row = self._bring(expert)
         try:
-            yield self._blobs[row]
+            yield self._views[row]
         finally:
             with self._changed:
                 self._let_go(expert)
@@ -143,7 +143,7 @@ class TieredSlab(HostSlab):
         rows |= dict(zip(absent, self._pool.map(self._try, absent), strict=True))
         if absent:
             self._disk.stalled(begun)
-        return [None if row is None else self._blobs[row] for row in (rows[expert] for expert in experts)]
+        return [None if row is None else self._views[row] for row in (rows[expert] for expert in experts)]
 
     def lent(self, experts: Sequence[ExpertId], arrival: Arrival) -> None:
         with self._changed:
@@ -185,7 +185,7 @@ class TieredSlab(HostSlab):
             row = self._take_row()
             self._loading.add(expert)
         try:
-            self._disk.read(expert, self._blobs[row])
+            self._disk.read(expert, self._views[row])
         except DiskError:
             with self._changed:
                 self._free.append(row)
@@ -223,7 +223,7 @@ class TieredSlab(HostSlab):
 
     def _demote(self, expert: ExpertId) -> None:
         row = self._rows[expert]
-        self._disk.keep(expert, self._blobs[row])
+        self._disk.keep(expert, self._views[row])
         del self._rows[expert]
         self._away.add(expert)
         self._free.append(row)

@@ -67,7 +67,6 @@ def _learn(name: PolicyName, fit: LookupStream, top_k: int) -> EvictionPolicy:
     policy = EvictionPolicy(name, num_layers=fit.num_layers, num_experts=fit.num_experts, top_k=top_k, share=0.0)
     one_slot = np.ones(1, np.int64)
     simulate(fit, policy, np.zeros(fit.num_layers, np.int64), one_slot)
-    policy.clock += fit.num_steps * fit.num_layers
     return policy
 
 

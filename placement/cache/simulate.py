@@ -8,10 +8,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from placement.cache.memory import PolicyMemory
 from placement.cache.policy import EvictionPolicy
-from placement.cache.reuse import ReuseState, learn_uses, reuse_value
+from placement.cache.ranking import observe, values_of
 from placement.cache.stream import LookupStream
-from placement.cache.values import REUSE, UseHistory, classic_value, note_uses
 
 NEVER = 1 << 60
 
@@ -25,17 +25,7 @@ def simulate(
     The policy goes on learning, as it would while serving.
     """
     return int(
-        _simulate(
-            stream.ids,
-            stream.offsets,
-            policy.kind,
-            policy.history,
-            policy.reuse,
-            policy.discount,
-            policy.clock,
-            arena_of,
-            sizes,
-        )
+        _simulate(stream.ids.astype(np.int64), stream.offsets, policy.memory, arena_of, sizes, policy.num_experts)
     )
 
 
@@ -50,40 +40,37 @@ def belady_hits(stream: LookupStream, num_slots: int) -> int:
 def _simulate(
     ids: NDArray[Any],
     offsets: NDArray[Any],
-    kind: int,
-    history: UseHistory,
-    reuse: ReuseState,
-    discount: float,
-    clock: int,
+    memory: PolicyMemory,
     arena_of: NDArray[Any],
     sizes: NDArray[Any],
+    num_experts: int,
 ) -> int:
-    num_layers, num_experts = history.last.shape
+    num_layers = len(arena_of)
     cached = np.zeros((num_layers, num_experts), np.bool_)
-    items = np.zeros((len(sizes), sizes.max()), np.int64)
+    layer_in = np.zeros((len(sizes), sizes.max()), np.int64)
+    expert_in = np.zeros((len(sizes), sizes.max()), np.int64)
     filled = np.zeros(len(sizes), np.int64)
     values = np.zeros(sizes.max(), np.float64)
+    used = np.zeros(num_experts, np.bool_)
     hits = 0
     for run in range(len(offsets) - 1):
         layer = run % num_layers
         needed = ids[offsets[run] : offsets[run + 1]]
-        note_uses(history, clock, layer, needed)
-        if kind == REUSE:
-            learn_uses(reuse, clock, layer, needed)
+        observe(memory, layer, needed)
         arena = arena_of[layer]
+        layers, experts = layer_in[arena], expert_in[arena]
         missing = 0
         for expert in needed:
             missing += not cached[layer, expert]
         hits += len(needed) - missing
         if filled[arena] + missing > sizes[arena]:
-            for index in range(filled[arena]):
-                other, expert = divmod(items[arena, index], num_experts)
-                if other == layer and history.last[other, expert] == clock:
+            size = filled[arena]
+            values_of(memory, layers[:size], experts[:size], values)
+            used[:] = False
+            used[needed] = True
+            for index in range(size):
+                if layers[index] == layer and used[experts[index]]:
                     values[index] = np.inf
-                elif kind == REUSE:
-                    values[index] = reuse_value(reuse, discount, clock, layer, other, expert)
-                else:
-                    values[index] = classic_value(kind, history, layer, other, expert)
         for expert in needed:
             if cached[layer, expert]:
                 continue
@@ -94,12 +81,10 @@ def _simulate(
                 index = int(np.argmin(values[: filled[arena]]))
                 if values[index] == np.inf:
                     break
-                victim, old = divmod(items[arena, index], num_experts)
-                cached[victim, old] = False
-            items[arena, index] = layer * num_experts + expert
+                cached[layers[index], experts[index]] = False
+            layers[index], experts[index] = layer, expert
             cached[layer, expert] = True
             values[index] = np.inf
-        clock += 1
     return hits
 
 

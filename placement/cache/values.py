@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
@@ -28,18 +27,6 @@ class UseHistory(NamedTuple):
     fast: NDArray[Any]
     slow: NDArray[Any]
     visits: NDArray[Any]
-
-
-def new_history(num_layers: int, num_experts: int) -> UseHistory:
-    shape = (num_layers, num_experts)
-    return UseHistory(
-        last=np.full(shape, -1, np.int64),
-        uses=np.zeros(shape, np.float64),
-        recent=np.zeros(shape, np.float64),
-        fast=np.zeros(shape, np.float64),
-        slow=np.zeros(shape, np.float64),
-        visits=np.zeros(num_layers, np.int64),
-    )
 
 
 @njit(cache=True)

@@ -3,8 +3,8 @@
     python scripts/bench/offload.py --stage all --trace mixed-64e-12l.npz --out offload.json
 
 Random weights in the shape of OLMoE's experts (64 experts, hidden 2048, intermediate 1024, bf16; 12 layers of experts
-alone, no attention), with real routing ids, the same for everyone. Medians. Without a GPU a small float32 model runs,
-with a thread and a token bucket of 0.2 GB/s for the link.
+alone, no attention) or of another model's (--shape), with real routing ids, the same for everyone. Without a GPU a
+small float32 model runs, with a thread and a token bucket of 0.2 GB/s for the link. `offload_run.py` runs all of it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from placement.cache.simulate import simulate
 from placement.cache.stream import make_stream
 from placement.core import ExpertId
 from placement.trace import RoutingTrace, load_trace
+from scripts.bench.offload_shapes import SHAPES, Shape, routing_for
 from workers.blob import layout_of
 from workers.expert_compute import ExpertCompute
 from workers.host_slab import HostSlab
@@ -43,11 +44,13 @@ from workers.thread_link import ThreadLink
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float32
-SHARES = (0.10, 0.25, 0.50)
+SHARES = (0.10, 0.25, 0.50, 1.0)
 STEPS = {1: 100, 8: 50, 32: 30, 2048: 4} if CUDA else {1: 10, 8: 3}
 WARM_STEPS = 30 if CUDA else 3
+WARM_PREFILLS = 4
+ONE_STEP = 256
 CPU_LINK = 2e8
-STAGES = ("copies", "resident", "cached", "peers", "launches", "small", "precision", "soak")
+STAGES = ("copies", "small", "cached", "resident", "peers", "launches", "precision", "tiers", "soak")
 
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -56,12 +59,12 @@ Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class Bench:
     """The weights in host memory, the routing, and what was measured so far."""
 
-    def __init__(self, trace: RoutingTrace) -> None:
-        size = (
-            {"hidden_size": 2048, "intermediate_size": 1024} if CUDA else {"hidden_size": 64, "intermediate_size": 32}
-        )
+    def __init__(self, trace: RoutingTrace, shape: Shape = SHAPES["olmoe"], batches: dict[int, int] = STEPS) -> None:
+        self.batches = batches
+        trace = routing_for(trace, shape)
         config = OlmoeConfig(
-            **size,
+            hidden_size=shape.hidden if CUDA else 64,
+            intermediate_size=shape.intermediate if CUDA else 32,
             num_experts=trace.num_experts,
             num_experts_per_tok=trace.top_k,
             num_hidden_layers=1,
@@ -137,7 +140,6 @@ class Bench:
                 streams = min(batch, 32)
                 stream = make_stream(self.fit, batch=streams, max_steps=(20_000 if CUDA else 500) // streams)
                 simulate(stream, policy, np.zeros(trace.num_layers, np.int64), np.ones(1, np.int64))
-                policy.clock = stream.num_steps * trace.num_layers
             self._learned[batch] = policy
         return self._learned[batch]
 
@@ -148,7 +150,6 @@ class Bench:
                 module=self.module,
                 layout=self.layout,
                 cache=cache,
-                num_experts=self.trace.num_experts,
                 partial_dtype=torch.float32,
             )
             for layer in range(self.trace.num_layers)
@@ -244,7 +245,7 @@ def stage_copies(bench: Bench) -> None:
 def stage_resident(bench: Bench) -> None:
     cache = bench.cache(1.0, 1, learn=False)
     cache.warm_up(sorted(bench.slab.experts()))
-    for batch, count in STEPS.items():
+    for batch, count in bench.batches.items():
         steps = bench.steps(batch, count + 5)
         plain, expected = timed_steps(bench.resident, steps, bench.module.hidden_dim)
         mine, out = timed_steps(bench.computes(cache), steps, bench.module.hidden_dim)
@@ -256,16 +257,19 @@ def stage_resident(bench: Bench) -> None:
 
 def stage_cached(bench: Bench) -> None:
     raw = raw_bandwidth(bench) if CUDA else CPU_LINK
-    for batch, count in STEPS.items():
-        steps = bench.steps(batch, count + WARM_STEPS)
+    for batch, count in bench.batches.items():
+        warm = WARM_STEPS if batch <= ONE_STEP else WARM_PREFILLS
+        steps = bench.steps(batch, count + warm)
         plain, expected = timed_steps(bench.resident, steps, bench.module.hidden_dim)
-        compute = statistics.median(plain[WARM_STEPS:])
+        compute = statistics.median(plain[warm:])
         for share in SHARES:
             cache = bench.cache(share, batch)
+            if share == 1.0:
+                cache.warm_up(sorted(bench.slab.experts()))
             layers = bench.computes(cache)
-            timed_steps(layers, steps[:WARM_STEPS], bench.module.hidden_dim)
+            timed_steps(layers, steps[:warm], bench.module.hidden_dim)
             before = (cache.counters.copied_bytes, cache.counters.lookups, cache.counters.hits)
-            seconds, out = timed_steps(layers, steps[WARM_STEPS:], bench.module.hidden_dim)
+            seconds, out = timed_steps(layers, steps[warm:], bench.module.hidden_dim)
             counters = cache.counters
             missed = (counters.copied_bytes - before[0]) / count
             bound = max(compute, missed / raw)
@@ -274,8 +278,10 @@ def stage_cached(bench: Bench) -> None:
                 "cached",
                 batch=batch,
                 share=share,
-                hit_rate=(counters.hits - before[2]) / (counters.lookups - before[1]),
+                # With everything in slots nothing is looked up on a GPU.
+                hit_rate=(counters.hits - before[2]) / max(1, counters.lookups - before[1]) if share < 1.0 else 1.0,
                 ms=step * 1e3,
+                median_ms=statistics.median(seconds) * 1e3,
                 bound_ms=bound * 1e3,
                 of_bound=bound / step,
                 tokens_per_s=batch / step,
@@ -290,22 +296,21 @@ def stage_peers(bench: Bench) -> None:
         return
     from accelerate import cpu_offload
 
-    for batch, count in {1: 2, 8: 2, 32: 2}.items():
-        steps = bench.steps(batch, count + 1)
-        layers = []
-        for layer in range(bench.trace.num_layers):
-            weights = {name: value.cpu() for name, value in bench.resident[layer].named_parameters()}
-            holder = _Weights(bench.module, weights)
-            cpu_offload(holder, DEVICE)
-            layers.append(holder)
+    layers = []
+    for layer in range(bench.trace.num_layers):
+        weights = {name: value.cpu() for name, value in bench.resident[layer].named_parameters()}
+        holder = _Weights(bench.module, weights)
+        cpu_offload(holder, DEVICE)
+        layers.append(holder)
+    plain = [_Plain(bench, layer) for layer in range(bench.trace.num_layers)]
+    for batch in bench.batches:
+        steps = bench.steps(batch, 3)
         seconds, _ = timed_steps(layers, steps, bench.module.hidden_dim)
         step = statistics.median(seconds[1:])
         bench.note("accelerate cpu_offload", batch=batch, ms=step * 1e3, tokens_per_s=batch / step)
-        seconds, _ = timed_steps(
-            [_Plain(bench, layer) for layer in range(bench.trace.num_layers)], steps, bench.module.hidden_dim
-        )
-        step = statistics.median(seconds[1:])
-        bench.note("plain .to() per expert", batch=batch, ms=step * 1e3, tokens_per_s=batch / step)
+        if batch <= ONE_STEP:
+            seconds, _ = timed_steps(plain, steps[:2], bench.module.hidden_dim)
+            bench.note("plain .to() per expert", batch=batch, ms=seconds[1] * 1e3, tokens_per_s=batch / seconds[1])
 
 
 class _Plain:
@@ -326,39 +331,14 @@ class _Plain:
         return out
 
 
-def stage_soak(bench: Bench, seconds: float) -> None:
-    """Random batches, resizes and evictions; every output is compared with the resident model's."""
-    rng = np.random.default_rng(5)
-    cache = bench.cache(0.2, 1, learn=False)
-    layers = bench.computes(cache)
-    worst, runs, begun = 0.0, 0, time.monotonic()
-    memory: list[int] = []
-    while time.monotonic() - begun < seconds:
-        batch = int(rng.choice([1, 2, 5, 8, 32]))
-        steps = bench.steps(batch, 3)
-        _, expected = timed_steps(bench.resident, steps[-1:], bench.module.hidden_dim)
-        _, out = timed_steps(layers, steps[-1:], bench.module.hidden_dim)
-        worst = max(worst, float((out - expected).float().norm() / expected.float().norm()))
-        layer = int(rng.integers(bench.trace.num_layers))
-        cache.prefetch(layer, cache.likely(layer, 4))
-        if rng.random() < 0.05:
-            cache.resize(int(rng.integers(8, 300)))
-        runs += 1
-        if CUDA:
-            memory.append(torch.cuda.memory_allocated() - cache.num_bytes)
-    growth = memory[-1] - memory[len(memory) // 10] if memory else 0
-    bench.note(
-        "soak", seconds=seconds, steps=runs, worst_error=worst, growth_bytes=growth, resizes=cache.counters.resizes
-    )
-    cache.close()
-
-
 def main() -> None:
-    from scripts.bench import offload_small
+    from scripts.bench import offload_small, offload_tiers
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", default="all", help=f"{', '.join(STAGES)}; comma-separated, or all")
     parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="olmoe")
+    parser.add_argument("--batches", help="of those that are measured, these alone, comma-separated")
     parser.add_argument("--soak-seconds", type=float, default=60.0)
     parser.add_argument("--commit", default="", help="for machines without git")
     parser.add_argument("--out", type=Path)
@@ -366,7 +346,9 @@ def main() -> None:
     stages = list(STAGES) if options.stage == "all" else options.stage.split(",")
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = options.commit or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    bench = Bench(load_trace(options.trace))
+    wanted = STEPS if options.batches is None else [int(batch) for batch in options.batches.split(",")]
+    batches = {batch: count for batch, count in STEPS.items() if batch in wanted}
+    bench = Bench(load_trace(options.trace), SHAPES[options.shape], batches)
     run: dict[str, Callable[[], None]] = {
         "copies": lambda: stage_copies(bench),
         "resident": lambda: stage_resident(bench),
@@ -375,7 +357,8 @@ def main() -> None:
         "launches": lambda: offload_small.stage_launches(bench),
         "small": lambda: offload_small.stage_small(bench),
         "precision": lambda: offload_small.stage_precision(bench),
-        "soak": lambda: stage_soak(bench, options.soak_seconds),
+        "tiers": lambda: offload_tiers.stage_tiers(bench),
+        "soak": lambda: offload_tiers.stage_soak(bench, options.soak_seconds),
     }
     with torch.no_grad():
         for stage in stages:
@@ -388,6 +371,7 @@ def main() -> None:
                     "machine": machine,
                     "commit": commit,
                     "torch": torch.__version__,
+                    "shape": options.shape,
                     "rows": bench.rows,
                 }
                 options.out.write_text(json.dumps(result, indent=1) + "\n")

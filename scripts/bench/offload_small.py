@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from placement.core import ExpertId
 from placement.fit.precision import Precision
@@ -21,6 +23,7 @@ from workers.few_tokens import fused_for
 from workers.host_slab import HostSlab
 from workers.links import link_for
 from workers.slot_cache import SlotCache
+from workers.staging import Staging
 
 REPEATS = 200 if CUDA else 5
 SMALL = {batch: count for batch, count in STEPS.items() if batch <= 8}
@@ -75,6 +78,12 @@ def stage_launches(bench: Bench) -> None:
     slots = torch.zeros((64, bench.layout.num_bytes), dtype=torch.uint8, device=DEVICE)
     pair = (slots[0], bench.slab.blob(ExpertId(0, 0)))
     bench.note("host: submit one copy", us=host_us(lambda: link.copy([pair], after=None, urgent=True)))
+    bench.note("host: a torch copy", us=host_us(lambda: pair[0].copy_(pair[1], non_blocking=True)))
+    if CUDA:
+        pinned = torch.zeros((1, 8), dtype=torch.int64, pin_memory=True)
+        bench.note("host: ids to pinned memory", us=host_us(lambda: _fetch(ids, pinned)))
+        staging, here = Staging(DEVICE), np.zeros((1, 8), np.int64)
+        bench.note("host: slots to the device", us=host_us(lambda: _send(staging, here)))
     bench.note("host: a fence", us=host_us(link.fence))
     for expert, row in enumerate(slots):
         row.copy_(bench.slab.blob(ExpertId(0, expert)))
@@ -86,6 +95,16 @@ def stage_launches(bench: Bench) -> None:
                 field.write(plain.stored(source[None])[0], target)
         _kernels(bench, precision, layout, quantised)
     link.close()
+
+
+def _fetch(ids: torch.Tensor, pinned: torch.Tensor) -> None:
+    pinned.copy_(ids, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+
+
+def _send(staging: Staging, slots: NDArray[np.int64]) -> None:
+    staging.begin()
+    staging.send(slots)
 
 
 def _kernels(bench: Bench, precision: Precision, layout: Any, slots: torch.Tensor) -> None:
@@ -144,7 +163,6 @@ def _cached(
                 module=bench.module,
                 layout=bench.layout,
                 cache=cache,
-                num_experts=bench.trace.num_experts,
                 partial_dtype=torch.float32,
                 few_pairs=few_pairs,
             ),

@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from transformers import AutoModelForCausalLM, OlmoeConfig
@@ -111,7 +112,6 @@ class Soak:
                 module=module,
                 layout=self.layout,
                 cache=cache,
-                num_experts=EXPERTS,
                 partial_dtype=torch.float64,
             )
             for layer, module in enumerate(self.modules)
@@ -172,7 +172,7 @@ class Soak:
         elif draw < 0.18:
             self.memory.limit_bytes = float("inf")
         elif draw < 0.22:
-            waves = self.cache.waves(self.random.randrange(LAYERS), self.random.sample(range(EXPERTS), 9))
+            waves = self.cache.waves(self.random.randrange(LAYERS), np.array(self.random.sample(range(EXPERTS), 9)))
             next(waves)
             waves.close()
             self.events["broken off"] += 1

@@ -49,9 +49,7 @@ def test_a_layer_from_slots_gives_what_the_module_gives(name: str, num_slots: in
         one_wave=2,
     )
     for layer, module in enumerate(modules):
-        compute = ExpertCompute(
-            layer=layer, module=module, layout=layout, cache=cache, num_experts=EXPERTS, partial_dtype=torch.float64
-        )
+        compute = ExpertCompute(layer=layer, module=module, layout=layout, cache=cache, partial_dtype=torch.float64)
         hidden = torch.randn(7, 32)
         chosen = torch.rand(7, EXPERTS).topk(2).indices
         weights = torch.rand(7, 2)

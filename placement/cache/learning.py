@@ -1,0 +1,118 @@
+"""How the model of reuse learns: AdaGrad (Duchi et al., 2011) on each layer as it runs, from a cutoff drawn at random.
+
+So it follows the traffic, and costs a few thousand multiplications a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from placement.cache.reuse import (
+    DECAYS,
+    FREQUENCY_FLOOR,
+    LOG_SHIFT,
+    LOOK_BACK,
+    LOOK_BACK_DECAY,
+    ReuseState,
+    add_context,
+    chance_of,
+    scale_for,
+)
+
+CONTEXT_RATE, CONTEXT_SHIFT = np.float32(0.1), np.float32(0.1)
+BIAS_RATE, BIAS_SHIFT = np.float32(0.05), np.float32(1.0)
+WEIGHT_RATE, FAR_RATE, WEIGHT_SHIFT, FAR_BIAS_RATE = 0.05, 0.03, 1e-4, 0.003
+RESTS = np.float32(1.0) - DECAYS
+
+
+@njit(cache=True)
+def learn_uses(state: ReuseState, clock: int, layer: int, experts: NDArray[Any]) -> None:
+    """Layer `layer` has just used these experts as number `clock`."""
+    num_layers, num_experts = state.near_bias.shape
+    outcome = np.zeros(num_experts, np.float32)
+    for expert in experts:
+        outcome[expert] = 1.0
+    if clock >= num_layers:
+        _learn_near(state, clock, layer, outcome, 1 + scatter(clock) % num_layers)
+        _learn_far(state, layer, outcome)
+    state.older[layer] = state.features[layer]
+    for kind in range(len(DECAYS)):
+        used, feature = state.used[layer, kind], state.features[layer, kind]
+        for expert in range(num_experts):
+            used[expert] = DECAYS[kind] * used[expert] + RESTS[kind] * outcome[expert]
+        for expert in range(num_experts):
+            feature[expert] = math.log(np.float64(used[expert]) + FREQUENCY_FLOOR) + LOG_SHIFT
+    row = clock % len(state.ring)
+    state.ring_size[row] = len(experts)
+    state.ring[row, : len(experts)] = experts
+
+
+@njit(cache=True)
+def scatter(clock: int) -> int:
+    """Fibonacci hashing: cutoffs as good as random, and the same in every run."""
+    return (clock * 2654435761 % (1 << 32)) >> 8
+
+
+@njit(cache=True)
+def _learn_near(state: ReuseState, clock: int, layer: int, outcome: NDArray[Any], distance: int) -> None:
+    cutoff = clock - distance
+    error = state.near_bias[layer].copy()
+    for kind in range(len(DECAYS)):
+        share, feature = state.near_weight[distance - 1, kind], state.features[layer, kind]
+        for expert in range(len(error)):
+            error[expert] += share * feature[expert]
+    add_context(state, cutoff, layer, distance, error)
+    for expert in range(len(error)):
+        error[expert] = chance_of(error[expert]) - outcome[expert]
+    _step_linear(state, layer, distance, error)
+    weight = np.float32(1.0)
+    for back in range(min(LOOK_BACK, cutoff + 1, state.context.shape[1] - distance + 1)):
+        row = (cutoff - back) % len(state.ring)
+        scale = weight * scale_for(state.ring_size[row])
+        for index in range(state.ring_size[row]):
+            context = state.context[layer, distance + back - 1, state.ring[row, index]]
+            squares = state.context_squares[layer, distance + back - 1, state.ring[row, index]]
+            for expert in range(len(error)):
+                slope = scale * error[expert]
+                squares[expert] += slope * slope
+                context[expert] -= CONTEXT_RATE * slope / np.sqrt(squares[expert] + CONTEXT_SHIFT)
+        weight *= LOOK_BACK_DECAY
+
+
+@njit(cache=True)
+def _step_linear(state: ReuseState, layer: int, distance: int, error: NDArray[Any]) -> None:
+    bias, squares = state.near_bias[layer], state.near_bias_squares[layer]
+    for expert in range(len(error)):
+        squares[expert] += error[expert] * error[expert]
+        bias[expert] -= BIAS_RATE * error[expert] / np.sqrt(squares[expert] + BIAS_SHIFT)
+    for kind in range(len(DECAYS)):
+        slope = 0.0
+        for expert in range(len(error)):
+            slope += np.float64(error[expert] * state.features[layer, kind, expert])
+        slope /= len(error)
+        state.near_weight_squares[distance - 1, kind] += slope * slope
+        spread = math.sqrt(np.float64(state.near_weight_squares[distance - 1, kind]) + WEIGHT_SHIFT)
+        state.near_weight[distance - 1, kind] -= WEIGHT_RATE * slope / spread
+
+
+@njit(cache=True)
+def _learn_far(state: ReuseState, layer: int, outcome: NDArray[Any]) -> None:
+    logits = state.far_bias[layer].copy()
+    for kind in range(len(DECAYS)):
+        for expert in range(len(logits)):
+            logits[expert] += state.far_weight[kind] * state.older[layer, kind, expert]
+    slopes = np.zeros(len(DECAYS), np.float64)
+    for expert in range(len(logits)):
+        error = chance_of(logits[expert]) - outcome[expert]
+        state.far_bias[layer, expert] -= FAR_BIAS_RATE * error
+        for kind in range(len(DECAYS)):
+            slopes[kind] += error * state.older[layer, kind, expert] / len(logits)
+    for kind in range(len(DECAYS)):
+        state.far_weight_squares[kind] += slopes[kind] * slopes[kind]
+        spread = math.sqrt(np.float64(state.far_weight_squares[kind]) + WEIGHT_SHIFT)
+        state.far_weight[kind] -= FAR_RATE * slopes[kind] / spread

@@ -1,0 +1,96 @@
+"""PolicyMemory: all that an eviction policy remembers, in three flat arrays.
+
+Compiled code is called for every layer of every step, and a call's price is its arguments: numba looks at each array
+anew. So there are three instead of twenty, and the compiled side cuts them into what they are made of.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from placement.cache.reuse import DECAYS, LOOK_BACK, ReuseState, fill_new, reach_of
+from placement.cache.values import REUSE, UseHistory
+
+CLOCK, NOW, KIND, LAYERS, EXPERTS, REUSE_LAYERS, REUSE_EXPERTS, REACH, HEADER = range(9)
+
+
+class PolicyMemory(NamedTuple):
+    """singles float32: the model of reuse. doubles float64: the discount, then the history. whole int64: a header
+    (clock of the next layer, layer that ran last, kind of policy, sizes), then what both count.
+    """
+
+    singles: NDArray[Any]
+    doubles: NDArray[Any]
+    whole: NDArray[Any]
+
+
+def new_memory(kind: int, num_layers: int, num_experts: int, *, top_k: int, discount: float) -> PolicyMemory:
+    """Nothing seen yet. Only PolicyName.REUSE has a model of reuse of its size."""
+    layers, experts = (num_layers, num_experts) if kind == REUSE else (1, 1)
+    reach, kinds, rows = reach_of(layers, experts), len(DECAYS), 2 * layers + LOOK_BACK + 1
+    pairs = layers * experts
+    memory = PolicyMemory(
+        singles=np.zeros((3 * kinds + 3) * pairs + 2 * (layers + 1) * kinds + 2 * pairs * reach * experts, np.float32),
+        doubles=np.zeros(1 + 4 * num_layers * num_experts, np.float64),
+        whole=np.zeros(HEADER + num_layers * num_experts + num_layers + rows * (experts + 1), np.int64),
+    )
+    memory.doubles[0] = discount
+    memory.whole[:HEADER] = (0, 0, kind, num_layers, num_experts, layers, experts, reach)
+    history_views(memory).last[:] = -1
+    fill_new(reuse_views(memory), top_k=min(top_k, experts))
+    return memory
+
+
+def history_views(memory: PolicyMemory) -> UseHistory:
+    """The history, as it lies in the memory."""
+    layers, experts = memory.whole[LAYERS], memory.whole[EXPERTS]
+    pairs, shape = layers * experts, (layers, experts)
+    weighted = memory.doubles[1:]
+    counts = memory.whole[HEADER:]
+    return UseHistory(
+        counts[:pairs].reshape(shape),
+        weighted[:pairs].reshape(shape),
+        weighted[pairs : 2 * pairs].reshape(shape),
+        weighted[2 * pairs : 3 * pairs].reshape(shape),
+        weighted[3 * pairs : 4 * pairs].reshape(shape),
+        counts[pairs : pairs + layers],
+    )
+
+
+def reuse_views(memory: PolicyMemory) -> ReuseState:
+    """The model of reuse, as it lies in the memory."""
+    layers, experts, reach = memory.whole[REUSE_LAYERS], memory.whole[REUSE_EXPERTS], memory.whole[REACH]
+    kinds, rows = len(DECAYS), 2 * layers + LOOK_BACK + 1
+    pairs, by_layer, by_kind = layers * experts, (layers, experts), (layers, kinds)
+    wide, deep = (layers, kinds, experts), (layers, reach, experts, experts)
+    context = pairs * reach * experts
+    first = memory.singles
+    second = first[3 * kinds * pairs :]
+    third = second[2 * layers * kinds :]
+    fourth = third[2 * pairs :]
+    fifth = fourth[2 * context :]
+    ring = memory.whole[HEADER + memory.whole[LAYERS] * (memory.whole[EXPERTS] + 1) :]
+    return ReuseState(
+        first[: kinds * pairs].reshape(wide),
+        first[kinds * pairs : 2 * kinds * pairs].reshape(wide),
+        first[2 * kinds * pairs : 3 * kinds * pairs].reshape(wide),
+        second[: layers * kinds].reshape(by_kind),
+        second[layers * kinds : 2 * layers * kinds].reshape(by_kind),
+        third[:pairs].reshape(by_layer),
+        third[pairs : 2 * pairs].reshape(by_layer),
+        fourth[:context].reshape(deep),
+        fourth[context : 2 * context].reshape(deep),
+        fifth[:kinds],
+        fifth[kinds : 2 * kinds],
+        fifth[2 * kinds : 2 * kinds + pairs].reshape(by_layer),
+        ring[: rows * experts].reshape((rows, experts)),
+        ring[rows * experts : rows * (experts + 1)],
+    )
+
+
+open_history = njit(cache=True)(history_views)
+open_reuse = njit(cache=True)(reuse_views)

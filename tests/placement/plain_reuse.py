@@ -1,0 +1,134 @@
+"""The model of reuse in plain Python, expert by expert: what the compiled one must agree with to the last bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from placement.cache.learning import (
+    BIAS_RATE,
+    BIAS_SHIFT,
+    CONTEXT_RATE,
+    CONTEXT_SHIFT,
+    FAR_BIAS_RATE,
+    FAR_RATE,
+    RESTS,
+    WEIGHT_RATE,
+    WEIGHT_SHIFT,
+)
+from placement.cache.reuse import (
+    DECAYS,
+    FREQUENCY_FLOOR,
+    FULL_WEIGHT_EXPERTS,
+    LOG_SHIFT,
+    LOOK_BACK,
+    LOOK_BACK_DECAY,
+    ReuseState,
+)
+
+KINDS = range(len(DECAYS))
+
+
+def chance(logit: Any) -> float:
+    return 1.0 / (1.0 + math.exp(-float(logit)))
+
+
+def terms(state: ReuseState, clock: int, layer: int, distance: int) -> list[tuple[Any, int, int]]:
+    """(weight, layers back, expert) of all that ran before and has something to say."""
+    found, weight = [], np.float32(1.0)
+    for back in range(LOOK_BACK):
+        if distance + back > state.context.shape[1] or clock - back < 0:
+            break
+        row = (clock - back) % len(state.ring)
+        scale = weight * np.float32(min(1.0, FULL_WEIGHT_EXPERTS / max(int(state.ring_size[row]), 1)))
+        found += [(scale, distance + back - 1, int(expert)) for expert in state.ring[row, : state.ring_size[row]]]
+        weight = weight * LOOK_BACK_DECAY
+    return found
+
+
+def near_logit(state: ReuseState, clock: int, layer: int, distance: int, expert: int) -> Any:
+    logit = state.near_bias[layer, expert]
+    for kind in KINDS:
+        logit = logit + state.near_weight[distance - 1, kind] * state.features[layer, kind, expert]
+    for scale, back, other in terms(state, clock, layer, distance):
+        logit = logit + scale * state.context[layer, back, other, expert]
+    return logit
+
+
+def value(state: ReuseState, discount: float, clock: int, now: int, layer: int, expert: int) -> float:
+    layers = state.used.shape[0]
+    distance = (layer - now - 1) % layers + 1
+    near = chance(near_logit(state, clock, layer, distance, expert))
+    logit = state.far_bias[layer, expert]
+    for kind in KINDS:
+        logit = logit + state.far_weight[kind] * state.features[layer, kind, expert]
+    far = chance(logit)
+    later = discount * far / (1.0 - discount * (1.0 - far))
+    return float(discount ** (distance / layers) * (near + (1.0 - near) * later))
+
+
+def learn(state: ReuseState, clock: int, layer: int, chosen: list[int]) -> None:
+    layers, experts = state.near_bias.shape
+    outcome = np.zeros(experts, np.float32)
+    outcome[chosen] = 1.0
+    if clock >= layers:
+        _learn_near(state, clock, layer, outcome, 1 + ((clock * 2654435761 % (1 << 32)) >> 8) % layers)
+        _learn_far(state, layer, outcome)
+    state.older[layer] = state.features[layer]
+    for kind in KINDS:
+        for expert in range(experts):
+            used = DECAYS[kind] * state.used[layer, kind, expert] + RESTS[kind] * outcome[expert]
+            state.used[layer, kind, expert] = used
+            state.features[layer, kind, expert] = math.log(float(used) + FREQUENCY_FLOOR) + LOG_SHIFT
+    row = clock % len(state.ring)
+    state.ring_size[row] = len(chosen)
+    state.ring[row, : len(chosen)] = chosen
+
+
+def _learn_near(state: ReuseState, clock: int, layer: int, outcome: Any, distance: int) -> None:
+    experts, cutoff = range(len(outcome)), clock - distance
+    error = [
+        np.float32(chance(near_logit(state, cutoff, layer, distance, expert)) - float(outcome[expert]))
+        for expert in experts
+    ]
+    for expert in experts:
+        squares = state.near_bias_squares[layer, expert] + error[expert] * error[expert]
+        state.near_bias_squares[layer, expert] = squares
+        state.near_bias[layer, expert] -= BIAS_RATE * error[expert] / np.sqrt(squares + BIAS_SHIFT)
+    for kind in KINDS:
+        slope = 0.0
+        for expert in experts:
+            slope += float(error[expert] * state.features[layer, kind, expert])
+        slope /= len(outcome)
+        squares = np.float32(float(state.near_weight_squares[distance - 1, kind]) + slope * slope)
+        state.near_weight_squares[distance - 1, kind] = squares
+        weight = float(state.near_weight[distance - 1, kind])
+        state.near_weight[distance - 1, kind] = weight - WEIGHT_RATE * slope / math.sqrt(float(squares) + WEIGHT_SHIFT)
+    for scale, back, other in terms(state, cutoff, layer, distance):
+        for expert in experts:
+            step = scale * error[expert]
+            squares = state.context_squares[layer, back, other, expert] + step * step
+            state.context_squares[layer, back, other, expert] = squares
+            state.context[layer, back, other, expert] -= CONTEXT_RATE * step / np.sqrt(squares + CONTEXT_SHIFT)
+
+
+def _learn_far(state: ReuseState, layer: int, outcome: Any) -> None:
+    slopes = [0.0] * len(DECAYS)
+    logits = []
+    for expert in range(len(outcome)):
+        logit = state.far_bias[layer, expert]
+        for kind in KINDS:
+            logit = logit + state.far_weight[kind] * state.older[layer, kind, expert]
+        logits.append(logit)
+    for expert, logit in enumerate(logits):
+        error = chance(logit) - float(outcome[expert])
+        state.far_bias[layer, expert] = float(state.far_bias[layer, expert]) - FAR_BIAS_RATE * error
+        for kind in KINDS:
+            slopes[kind] += error * float(state.older[layer, kind, expert]) / len(outcome)
+    for kind in KINDS:
+        squares = np.float32(float(state.far_weight_squares[kind]) + slopes[kind] * slopes[kind])
+        state.far_weight_squares[kind] = squares
+        step = FAR_RATE * slopes[kind] / math.sqrt(float(squares) + WEIGHT_SHIFT)
+        state.far_weight[kind] = float(state.far_weight[kind]) - step

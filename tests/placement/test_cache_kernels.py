@@ -1,0 +1,93 @@
+"""What is compiled of the cache decides as the plain versions do, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.cache.finding import HITS, MISSING, NEEDED, by_count, find
+from placement.cache.memory import reuse_views
+from placement.cache.policy import EvictionPolicy, PolicyName
+from tests.placement.plain_reuse import chance, learn, near_logit, value
+
+LAYERS, EXPERTS, SLOTS = 3, 6, 9
+IDS = st.lists(st.integers(-1, EXPERTS - 1), max_size=12)
+RUNS = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=5, unique=True).map(sorted), max_size=40)
+
+
+def _policy() -> EvictionPolicy:
+    return EvictionPolicy(PolicyName.REUSE, num_layers=LAYERS, num_experts=EXPERTS, top_k=2, share=0.4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs=RUNS, seed=st.integers(0, 99), count=st.integers(0, SLOTS))
+def test_the_model_of_reuse_learns_values_and_ranks_as_the_plain_one_does(
+    runs: list[list[int]], seed: int, count: int
+) -> None:
+    policy, plain = _policy(), _policy()
+    state = reuse_views(plain.memory)
+    rng = np.random.default_rng(seed)
+    for clock, experts in enumerate(runs):
+        policy.observe(clock % LAYERS, np.array(experts))
+        learn(state, clock, clock % LAYERS, experts)
+    for mine, theirs in zip(reuse_views(policy.memory), state, strict=True):
+        assert np.array_equal(mine, theirs)
+    clock = len(runs) - 1
+    now = clock % LAYERS if runs else 0
+    cells = rng.permutation(LAYERS * EXPERTS)[:SLOTS]
+    layers, experts_in = np.divmod(cells, EXPERTS)
+    layers[rng.random(SLOTS) < 0.2] = -1
+    free = rng.random(SLOTS) < 0.8
+    discount = float(plain.memory.doubles[0])
+    values = [
+        value(state, discount, clock, now, int(layer), int(expert)) if layer >= 0 else 0.0
+        for layer, expert in zip(layers, experts_in, strict=True)
+    ]
+    filled = np.flatnonzero(layers >= 0)
+    assert policy.values(layers[filled], experts_in[filled]).tolist() == [values[slot] for slot in filled]
+    order = sorted(np.flatnonzero(free).tolist(), key=lambda slot: (layers[slot] >= 0, values[slot], slot))
+    assert policy.rank(layers, experts_in, free, count) == order[:count]
+    layer = int(rng.integers(LAYERS))
+    distance = (layer - now - 1) % LAYERS + 1
+    chances = [chance(near_logit(state, clock, layer, distance, expert)) for expert in range(EXPERTS)]
+    assert policy.chances(layer).tolist() == chances
+
+
+def test_a_policy_that_was_copied_learns_alone() -> None:
+    policy = _policy()
+    policy.observe(0, np.array([1, 2]))
+    other = copy.deepcopy(policy)
+    other.observe(1, np.array([3]))
+    assert (policy.clock, other.clock) == (1, 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(chosen=IDS, seed=st.integers(0, 99))
+def test_a_lookup_finds_each_expert_once_and_holds_what_is_there(chosen: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    slot_at = np.full((LAYERS, EXPERTS + 1), -1)
+    slot_at[:, :-1][rng.random((LAYERS, EXPERTS)) < 0.4] = 0
+    places = np.argwhere(slot_at >= 0)
+    slot_at[slot_at >= 0] = rng.permutation(len(places))
+    held, stirring = np.zeros(len(places), bool), rng.random(len(places)) < 0.5
+    found = np.full((3, EXPERTS + 1), 7)
+    needed, hits, busy = find(slot_at, held, stirring, 1, np.array(chosen, np.int64), found)
+    wanted = sorted(set(chosen) - {-1})
+    there = [expert for expert in wanted if slot_at[1, expert] >= 0]
+    assert found[NEEDED, :needed].tolist() == wanted
+    assert found[HITS, :hits].tolist() == there
+    assert found[MISSING, : needed - hits].tolist() == [expert for expert in wanted if expert not in there]
+    assert sorted(np.flatnonzero(held)) == sorted(slot_at[1, there])
+    assert busy == sum(stirring[slot_at[1, there]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=IDS)
+def test_what_most_tokens_will_need_is_named_first(ids: list[int]) -> None:
+    counts = Counter(expert for expert in ids if expert >= 0)
+    expected = sorted(counts, key=lambda expert: (-counts[expert], expert))
+    assert by_count(np.array(ids, np.int64), EXPERTS).tolist() == expected
