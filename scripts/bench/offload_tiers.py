@@ -35,15 +35,15 @@ def stage_tiers(bench: Bench) -> None:
         other = copy.copy(bench)
         other.slab = _half_on_disk(bench, Path(folder))
         for batch in [size for size in STEPS if size <= 32]:
-            count = 30 if CUDA else 3
-            steps = bench.steps(batch, count + 10)
+            count = 20 if CUDA else 3
+            steps = bench.steps(batch, count + 5)
             _, expected = timed_steps(bench.resident, steps, bench.module.hidden_dim)
             cache = other.cache(0.25, batch)
             layers = other.computes(cache)
-            timed_steps(layers, steps[:10], bench.module.hidden_dim)
+            timed_steps(layers, steps[:5], bench.module.hidden_dim)
             before = other.slab.figures()
             hits, lookups = cache.counters.hits, cache.counters.lookups
-            seconds, out = timed_steps(layers, steps[10:], bench.module.hidden_dim)
+            seconds, out = timed_steps(layers, steps[5:], bench.module.hidden_dim)
             after = other.slab.figures()
             bench.note(
                 "half on disk",

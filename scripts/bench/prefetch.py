@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -28,6 +29,7 @@ import torch
 
 from cluster.text import load_tokenizer
 from placement.baselines import linear_placement
+from placement.intervals import random_groups
 from placement.topology import load_topology
 from workers.foresight import NextRouter, next_routers
 from workers.loading import load_model, shape_of
@@ -135,9 +137,13 @@ def compare(base: WorkerOptions, prompts: list[tuple[int, ...]], turns: int) -> 
     for worker in workers.values():
         worker.stop()
     demand = counters["copies"] - counters["prefetched"]
+    # Turns beside each other in pairs, with Student's interval over the pairs.
+    gains = np.log(np.array(rates["with"]) / np.array(rates["without"]))
+    interval = random_groups(float(gains.mean()), gains)
     return {
         "tokens_per_s": {name: statistics.median(found) for name, found in rates.items()},
-        "ratio": statistics.median(np.array(rates["with"]) / np.array(rates["without"])),
+        "ratio": math.exp(gains.mean()),
+        "ratio_95": None if interval is None else [math.exp(end) for end in interval],
         "turns": rates,
         "differing_texts": differing,
         "precision": counters["prefetch_used"] / max(1, counters["prefetched"]),

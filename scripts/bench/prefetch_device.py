@@ -2,7 +2,8 @@
 
 There is no model here, so that foresight is played: of the experts that the next layer will need, each is named with
 the chance that the demo model's routers had (0.73, scripts/bench/prefetch.py), else another is. What a router costs
-(its product, softmax and top-k) is paid. Prints a table, writes JSON.
+(its product, softmax and top-k) is paid. The gain is the mean of pairs of turns beside each other, with a
+95% interval. Prints a table, writes JSON.
 
     python scripts/bench/prefetch_device.py --trace mixed-64e-12l.npz --out docs/measured/prefetch-gpu.json
 """
@@ -17,8 +18,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from placement.intervals import random_groups
 from placement.trace import load_trace
 from scripts.bench.offload import CUDA, DEVICE, DTYPE, Bench, raw_bandwidth
 from workers.crossover import measure_crossover
@@ -28,8 +31,9 @@ from workers.links import link_for
 from workers.slot_cache import SlotCache
 
 PRECISION = 0.73
-STEPS = {1: 40, 8: 20, 32: 12} if CUDA else {1: 4}
-TURNS = 6
+STEPS = {1: 60, 8: 14, 32: 8} if CUDA else {1: 4}
+# Pairs of turns: one without, one with.
+PAIRS = 8 if CUDA else 3
 
 
 class _Router(torch.nn.Module):
@@ -85,19 +89,24 @@ def compare(bench: Bench, batch: int, share: float) -> None:
         top_k=trace.top_k,
     )
     count = STEPS[batch]
-    steps = [(ids.to(DEVICE), named(ids.to(DEVICE), trace.num_experts)) for ids in bench.steps(batch, count * TURNS)]
+    steps = [
+        (ids.to(DEVICE), named(ids.to(DEVICE), trace.num_experts)) for ids in bench.steps(batch, 2 * count * PAIRS)
+    ]
     found: dict[bool, list[float]] = {False: [], True: []}
     hits: dict[bool, list[float]] = {False: [], True: []}
     cache.prefetching = False
     seconds_per_step(bench, cache, layers, router, steps[: count // 2])
-    for turn in range(TURNS):
-        cache.prefetching = turn % 2 == 1
+    for turn in range(2 * PAIRS):
+        # Without, with, with, without: what drifts weighs on both alike.
+        cache.prefetching = turn % 4 in (1, 2)
         before = (cache.counters.hits, cache.counters.lookups)
         found[cache.prefetching].append(
             seconds_per_step(bench, cache, layers, router, steps[turn * count : (turn + 1) * count])
         )
         hits[cache.prefetching].append((cache.counters.hits - before[0]) / (cache.counters.lookups - before[1]))
     off, on = statistics.median(found[False]), statistics.median(found[True])
+    gains = np.log(np.array(found[False]) / np.array(found[True]))
+    interval = random_groups(float(gains.mean()), gains) or (float("nan"), float("nan"))
     counters = cache.counters
     bench.note(
         "prefetch",
@@ -105,7 +114,9 @@ def compare(bench: Bench, batch: int, share: float) -> None:
         share=share,
         off_ms=off * 1e3,
         on_ms=on * 1e3,
-        speed=off / on,
+        speed=float(np.exp(gains.mean())),
+        speed_from=float(np.exp(interval[0])),
+        speed_to=float(np.exp(interval[1])),
         hits_off=statistics.median(hits[False]),
         hits_on=statistics.median(hits[True]),
         precision=counters.prefetch_used / max(1, counters.prefetched),
