@@ -52,7 +52,11 @@ class ParcelRing:
         # Odd, so that no change of one word goes unseen; another one for each word, so that no two can change places.
         self._factors = torch.arange(blob_bytes // 8, device=device, dtype=torch.int64) * (2 * 0x9E3779B9) + 1
         self._products = torch.empty((num_blobs, blob_bytes // 8), dtype=torch.int64, device=device)
-        self.up, self.wire, self.down = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
+        # Two of them wait for the other end, and are not to share a queue with what serves (see `peers`).
+        self.up, self.wire, self.down = (
+            torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+            for priority in (0, -1, -1)
+        )
         with torch.cuda.stream(self.wire):
             for column in range(2):
                 self.add_up(0, num_blobs, column)

@@ -141,6 +141,9 @@ def _backend(
         if name == "data":
             # Else a reduction takes fewer channels than a plain exchange of the same bytes, and longer.
             nccl.config.min_ctas = nccl.config.max_ctas = CHANNELS
+        # Streams of one priority share the GPU's queues: who serves could stand behind a transfer that waits for the
+        # other end, and the transfer there behind who serves.
+        nccl.is_high_priority_stream = name == "bulk"
         return dist.ProcessGroupNCCL(own, rank, num_ranks, nccl)
     gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timeout

@@ -13,6 +13,8 @@ from placement.core import ExpertId, Slot
 from placement.errors import MoetisError
 from placement.migration import Move
 from tests.workers.ranks import meet, run_ranks
+from workers.device_mover import STALL_S
+from workers.handshake import Handshake
 from workers.host_slab import HostSlab
 from workers.movers import make_mover
 from workers.peers import Peers
@@ -114,6 +116,44 @@ def say_no(rank: int, mail: Any) -> dict[str, Any]:
     found["alike"] = all(slab.blob(ExpertId(0, number)).equal(_blob(number)) for number in range(5))
     peers.leave()
     return found
+
+
+def stand_still(rank: int, mail: Any) -> dict[str, Any]:
+    """Rank 1 says yes to a parcel and never takes it; both gather all the time."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    peers = meet(rank, mail, device)
+    slab = _slab(rank)
+    mover = _mover(peers, slab, device)
+    failure: list[str] = []
+
+    def move() -> None:
+        if rank == 0:
+            failure.append(_failure(mover, 3, _moves(1)))
+        else:
+            Handshake(peers.signals, rank=1, most=1).take(3, _moves(1)[0], lambda: None)
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    slowest, deadline = 0.0, time.monotonic() + 2 * STALL_S
+    unfinished = torch.ones(1, dtype=torch.int64)
+    while int(unfinished):
+        begun = time.monotonic()
+        gathered = torch.full((512, 1024), float(rank), device=device)
+        peers.data.all_gather(gathered)
+        assert float(gathered[256 * (1 - rank), 0].item()) == 1 - rank
+        slowest = max(slowest, time.monotonic() - begun)
+        unfinished.fill_(int(time.monotonic() < deadline))
+        peers.control.all_reduce_max(unfinished)
+    thread.join(timeout=60)
+    peers.leave()
+    return {"failure": failure, "slowest": slowest}
+
+
+def test_a_transfer_that_stands_still_is_broken_off_and_the_others_go_on() -> None:
+    first, second = run_ranks(stand_still, 2)
+    assert "was broken off" in first["failure"][0]
+    assert max(first["slowest"], second["slowest"]) < STALL_S + 5
 
 
 def test_rounds_pass_beside_collectives_of_the_same_gpus() -> None:
