@@ -22,7 +22,6 @@ from placement.migration import MigrationPlan
 from placement.planfile import Plan
 
 SWITCH_TIMEOUT_S = 60.0
-POLL_S = 0.01
 
 logger = logging.getLogger(__name__)
 Note = Callable[[str], None]
@@ -74,7 +73,7 @@ class Enactor:
             note("switching the epoch")
             start = time.perf_counter()
             company.on_all("commit", epoch)
-            _wait_for_epoch(company, epoch)
+            company.on_all("await_epoch", epoch, SWITCH_TIMEOUT_S)
             result = replace(result, switch_s=time.perf_counter() - start)
         except MoetisError as error:
             if not self._came_through(company, epoch, error):
@@ -123,14 +122,3 @@ class Enactor:
             self._book.tell(epoch, states.DONE, times | moved | {"mark": self._mark()})
         except MigrationError as error:
             logger.warning("epoch %d serves, but old copies stay for now: %s", epoch, error)
-
-
-def _wait_for_epoch(company: Company, epoch: int) -> None:
-    deadline = time.monotonic() + SWITCH_TIMEOUT_S
-    while True:
-        served = [status.epoch for status in company.on_all("status")]
-        if all(other == epoch for other in served):
-            return
-        if time.monotonic() > deadline:
-            raise MigrationError(f"epoch {epoch} was committed, but the ranks serve {served}")
-        time.sleep(POLL_S)

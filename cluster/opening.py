@@ -37,18 +37,36 @@ class Cluster:
             path.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Premises:
+    """A run dir of one's own and a Ray cluster that runs. Nobody serves yet."""
+
+    config: ClusterConfig
+    topology: Topology
+    contact: Contact
+    notes: Notes
+
+    @contextmanager
+    def staffed(self, failed: Callable[[MoetisError], None]) -> Iterator[Cluster]:
+        """Workers serve until the context ends. failed is told, once, what ended the service for good."""
+        config = self.config
+        with (
+            Fleet(config, note=self.notes, failed=failed) as fleet,
+            Meter(fleet.status, history_path(config)),
+        ):
+            yield Cluster(config, self.topology, self.contact, self.notes, fleet)
+
+
 @contextmanager
-def opened(config: ClusterConfig, failed: Callable[[MoetisError], None]) -> Iterator[Cluster]:
-    """Start everything; it ends with the context. failed is told, once, what ended the service for good."""
+def opened(config: ClusterConfig) -> Iterator[Premises]:
+    """The run dir and Ray; both end with the context, or are left."""
     topology = load_topology(config.topology)
     with (
         held(config.run_dir),
         _ray(config, topology.num_ranks) as contact,
         LOG.status("starting ...") as status,
     ):
-        notes = Notes(status)
-        with Fleet(config, note=notes, failed=failed) as fleet, Meter(fleet.status, history_path(config)):
-            yield Cluster(config, topology, contact, notes, fleet)
+        yield Premises(config, topology, contact, Notes(status))
 
 
 @contextmanager

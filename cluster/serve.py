@@ -39,7 +39,7 @@ def run_serve(config: ClusterConfig, requests: int, answers: TextIO) -> None:
     others go on."""
     tokenizer = load_tokenizer(config.model)
     inbox: Inbox = queue.SimpleQueue()
-    with opened(config, inbox.put) as cluster:
+    with opened(config) as premises, premises.staffed(inbox.put) as cluster:
         ranks = cluster.topology.num_ranks
         with cluster.announced(f"{ranks} ranks serve '{config.model}'; requests on stdin, a JSON object a line"):
             Desk(cluster.fleet, tokenizer, inbox, answers).run(requests)

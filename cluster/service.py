@@ -9,31 +9,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cluster import history as states
 from cluster.book import Book
-from cluster.drifting import DriftCheck, check_drift
-from cluster.effect import measure_effect
+from cluster.drifting import DriftCheck
 from cluster.enacting import Company, Enactor
 from cluster.forming import Meeting, Ranks, form
-from cluster.gate import gate, gate_levelled
 from cluster.history import History, Member
 from cluster.outcomes import PAYS, Formed, RebalanceResult
-from cluster.traffic import REFERENCE, Traffic, as_ranks
-from placement.errors import ConfigError, MigrationError, TraceError
-from placement.graph import count_load
-from placement.levelled import make_levelled_plan
+from cluster.planner import Planner
+from cluster.traffic import REFERENCE, Traffic
+from placement.errors import MigrationError
 from placement.migration import MigrationPlan, plan_migration
-from placement.plan import make_plan
 from placement.planfile import Plan
 from placement.seats import empty_seats
-from placement.topology import Topology
-from placement.trace import RoutingTrace
 from workers.vitals import Holdings, WorkerStatus
 
 WINDOW_TOKENS = 200_000
@@ -64,10 +55,8 @@ class PlacementService:
         self._connect = connect
         self._traffic = Traffic(trace_dir, history.path.with_name(REFERENCE), window_tokens=window_tokens)
         self._enactor = Enactor(self._book, self._traffic.mark)
-        self._min_gain = min_gain
-        self._seed = seed
+        self._planner = Planner(self._book, self._traffic, min_gain=min_gain, seed=seed)
         self._meeting = meeting
-        self._load = np.ones((initial.placement.num_layers, initial.placement.num_experts))
         self._changing = threading.Lock()
         self._planning = threading.Lock()
 
@@ -98,7 +87,7 @@ class PlacementService:
             members = tuple(sorted(members))
             ranks = self._connect(members)
             held: list[Holdings] = ranks.call("leave", [(rank, ()) for rank in range(len(members))])
-            plan = self._book.plan_for(members, held, self._load)
+            plan = self._book.plan_for(members, held, self._planner.load)
             # Of a placement that is taken up again, the traffic since its own decision counts.
             mark = self.history.last_mark() if plan is self._book.initial else None
             self._book.form(plan, members, reason)
@@ -123,7 +112,7 @@ class PlacementService:
             before = self.current
             held = [status.host_slab_bytes for status in self._on_all("status")]
             most_rows = min(held) // self._on_all("expert_bytes")[0] // before.placement.num_layers
-            emptied = empty_seats(before.placement, mine, staying, self._load, most_rows=most_rows)
+            emptied = empty_seats(before.placement, mine, staying, self._planner.load, most_rows=most_rows)
             placement = emptied.with_epoch(self._book.next_epoch())
             plan = Plan(placement=placement, topology=before.topology, measured={})
             self.history.add(plan, members=self.members)
@@ -157,7 +146,8 @@ class PlacementService:
 
     def propose(self, most_copies: int | None = None) -> Plan:
         """Plan from what the ranks have recorded, without changing anything. most_copies: as `rebalance`."""
-        return self._plan(self._recorded(), most_copies)
+        self._on_all("flush_trace")
+        return self._planner.plan(self._planner.recorded(), most_copies)
 
     def preview(
         self, note: Callable[[str], None] = lambda text: None, *, most_copies: int | None = None
@@ -168,7 +158,7 @@ class PlacementService:
             start = time.perf_counter()
             plan = self.propose(most_copies)
             plan_s = time.perf_counter() - start
-            reason = self._gate(plan, most_copies)
+            reason = self._planner.judge(plan, most_copies)
             migration = self._migration(plan)
         decision, why = ("would apply", PAYS) if reason is None else ("would leave", reason)
         return RebalanceResult(
@@ -179,27 +169,7 @@ class PlacementService:
         """How far the traffic since the last decision is from the traffic that it was made on."""
         with self._planning:
             self._on_all("flush_trace")
-            self._note_effect()
-            check = check_drift(self._traffic, self.history.last_mark(), self._seed)
-            self.history.note(self.current.placement.epoch, states.DRIFT, check.to_dict())
-            return check
-
-    def _recorded(self) -> RoutingTrace:
-        self._on_all("flush_trace")
-        trace = as_ranks(self._traffic.recent(), self._book.seats)
-        self._load = count_load(trace)[0]
-        return trace
-
-    def _plan(self, trace: RoutingTrace, most_copies: int | None) -> Plan:
-        current, topology, seed = self.current.placement, self._topology, self._seed
-        if most_copies is None:
-            plan = make_plan(trace, topology, rows_per_rank=current.rows_per_rank, current=current, seed=seed)
-        else:
-            plan = make_levelled_plan(trace, topology, current, most_copies=most_copies, seed=seed)
-        return replace(plan, placement=plan.placement.with_epoch(self._book.next_epoch()))
-
-    def _gate(self, plan: Plan, most_copies: int | None) -> str | None:
-        return (gate if most_copies is None else gate_levelled)(plan.measured, self._min_gain)
+            return self._planner.drift()
 
     def rebalance(
         self, note: Callable[[str], None] = lambda text: None, *, is_gated: bool = True, most_copies: int | None = None
@@ -208,53 +178,37 @@ class PlacementService:
 
         With most_copies the placement stays but for so many copies, and shares are drawn anew: the fast loop.
         """
+        planner = self._planner
         with self._planning:
             before = self.current
             note("planning")
             start = time.perf_counter()
-            trace = self._recorded()
-            self._note_effect()
-            plan = self._plan(trace, most_copies)
+            self._on_all("flush_trace")
+            trace = planner.recorded()
+            planner.note_effect()
+            plan = planner.plan(trace, most_copies)
             plan_s = time.perf_counter() - start
             base = before.placement.epoch
             with self._changing:
-                reason = self._gate(plan, most_copies) if is_gated else None
+                reason = planner.judge(plan, most_copies) if is_gated else None
                 if self.current is not before:
                     reason = "ranks came or went while it was planned; ask again"
-                    plan = replace(plan, placement=plan.placement.with_epoch(self._book.next_epoch()))
+                    plan = planner.renewed(plan)
                 if reason is not None:
-                    mark = self._traffic.mark()
-                    self._traffic.keep_reference(trace, self._seed)
-                    self._book.leave(plan, {"reason": reason, "base": base, "mark": mark})
+                    planner.keep(trace)
+                    self._book.leave(plan, {"reason": reason, "base": base, "mark": self._traffic.mark()})
                     return RebalanceResult(
                         decision="left", reason=reason, before=before, plan=plan, migration=None, plan_s=plan_s
                     )
                 self.history.add(plan, detail={"base": base}, members=self.members)
                 result = self._enactor.enact(self._company, plan, self._migration(plan), plan_s=plan_s, note=note)
             if result.decision == "applied":
-                self._traffic.keep_reference(trace, self._seed)
+                planner.keep(trace)
             return result
-
-    @property
-    def _topology(self) -> Topology:
-        return self.current.topology
 
     def _migration(self, plan: Plan) -> MigrationPlan:
         expert_bytes = self._on_all("expert_bytes")[0]
-        return plan_migration(self.current.placement, plan.placement, self._topology, expert_bytes)
-
-    def _note_effect(self) -> None:
-        """Store what the plan that serves has done since its switch; nothing where nothing was served since."""
-        epoch = self.current.placement.epoch
-        try:
-            base = self.history.base_of(epoch)
-            trace = as_ranks(self._traffic.recent(self.history.mark_of(epoch)), self._book.seats)
-            before = None if base is None else self.history.plan(base).placement
-            self.history.note(epoch, states.MEASURED, measure_effect(self.current, before, trace))
-        except TraceError:
-            return
-        except ConfigError as error:
-            logger.warning("the effect of epoch %d is not noted: %s", epoch, error)
+        return plan_migration(self.current.placement, plan.placement, self.current.topology, expert_bytes)
 
     @property
     def _company(self) -> Company:

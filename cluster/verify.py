@@ -63,6 +63,12 @@ def verify(
 
 def plain_texts(options: WorkerOptions, wishes: Sequence[tuple[str, int]]) -> list[str]:
     """What the plain model writes, greedily, to each (prompt, number of new tokens)."""
+    tokenizer = load_tokenizer(options.model)
+    return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in plain_tokens(options, wishes)]
+
+
+def plain_tokens(options: WorkerOptions, wishes: Sequence[tuple[str, int]]) -> list[list[int]]:
+    """As `plain_texts`, the tokens."""
     model, device = _plain_model(options)
     tokenizer = load_tokenizer(options.model)
     longest: dict[str, int] = {}
@@ -80,7 +86,7 @@ def plain_texts(options: WorkerOptions, wishes: Sequence[tuple[str, int]]) -> li
         mask = torch.ones_like(ids_of_all)
         out = model.generate(ids_of_all, attention_mask=mask, max_new_tokens=number, do_sample=False)
         written.update(zip(same, out[:, length:].tolist(), strict=True))
-    return [tokenizer.decode(written[prompt][:number], skip_special_tokens=True) for prompt, number in wishes]
+    return [written[prompt][:number] for prompt, number in wishes]
 
 
 def _plain_model(options: WorkerOptions) -> tuple[PreTrainedModel, torch.device]:

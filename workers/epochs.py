@@ -8,13 +8,30 @@ all of it. A call for an epoch that is past raises StaleEpochError.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
-from placement.core import Placement
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.core import ExpertId, Placement
 from placement.errors import MigrationError, StaleEpochError
 from workers.filling import tiers_on
 from workers.host_slab import HostSlab
 from workers.routing import RoutingTable
 from workers.slot_cache import SlotCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """An epoch to come, and all that its first step needs to know: who holds what, and what leaves the slots."""
+
+    placement: Placement
+    holds: NDArray[np.uint16]
+    leaving: frozenset[ExpertId]
+
+    @property
+    def epoch(self) -> int:
+        return self.placement.epoch
 
 
 class EpochKeeper:
@@ -25,9 +42,9 @@ class EpochKeeper:
         self._slab = slab
         self._cache = cache
         self._timeout_s = timeout_s
-        self._prepared: Placement | None = None
-        self._ready: Placement | None = None
-        self._voted: Placement | None = None
+        self._prepared: _Prepared | None = None
+        self._ready: _Prepared | None = None
+        self._voted: _Prepared | None = None
         self._closed = False
         self._changed = threading.Condition()
 
@@ -47,14 +64,22 @@ class EpochKeeper:
 
     def prepare(self, target: Placement) -> None:
         """Check that every expert that the target gives this rank is here. Raises MigrationError where one is not."""
+        rank, served = self._table.rank, self._table.placement
+        mine = target.experts_on(rank)
+        # Worked out here, so that the step at whose boundary the epochs change does not wait for it.
+        prepared = _Prepared(
+            placement=target, holds=target.weights_per_rank(), leaving=frozenset(served.experts_on(rank) - mine)
+        )
         with self._changed:
             self.check_ahead(target.epoch)
-            missing = target.experts_on(self._table.rank) - self._slab.experts()
+            if self._table.placement is not served:
+                raise StaleEpochError(f"rank {rank} came to epoch {self._table.epoch} meanwhile")
+            missing = mine - self._slab.experts()
             if missing:
                 raise MigrationError(
-                    f"rank {self._table.rank} lacks {len(missing)} experts of epoch {target.epoch}: {min(missing)}"
+                    f"rank {rank} lacks {len(missing)} experts of epoch {target.epoch}: {min(missing)}"
                 )
-            self._prepared = target
+            self._prepared = prepared
 
     def commit(self, epoch: int) -> None:
         """From now on, vote for a prepared epoch."""
@@ -62,6 +87,19 @@ class EpochKeeper:
             if self._prepared is None or self._prepared.epoch != epoch:
                 raise MigrationError(f"rank {self._table.rank} has not prepared epoch {epoch}")
             self._ready = self._prepared
+
+    def await_epoch(self, epoch: int, timeout_s: float) -> None:
+        """Return once this epoch, or a later one, is served. Raises MigrationError where that takes too long, or the
+        ranks part before."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._table.epoch >= epoch or self._closed, timeout=timeout_s)
+            if self._table.epoch < epoch:
+                why = (
+                    "the ranks have parted" if self._closed else f"not all ranks voted for it within {timeout_s:.0f} s"
+                )
+                raise MigrationError(
+                    f"epoch {epoch} was committed, but rank {self._table.rank} serves {self._table.epoch}: {why}"
+                )
 
     def abort(self, epoch: int) -> int:
         """Withdraw from an epoch that is not served yet, and free its copies. Returns the epoch that is served.
@@ -99,10 +137,9 @@ class EpochKeeper:
         with self._changed:
             if epoch != self._table.epoch:
                 assert self._voted is not None and self._voted.epoch == epoch
-                rank = self._table.rank
-                for expert in self._table.placement.experts_on(rank) - self._voted.experts_on(rank):
+                for expert in self._voted.leaving:
                     self._cache.forget(expert)
-                self._table.switch(self._voted)
+                self._table.switch(self._voted.placement, self._voted.holds)
                 self._ready = self._prepared = None
             self._voted = None
             self._changed.notify_all()

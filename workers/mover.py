@@ -1,30 +1,35 @@
 """The mover: this rank's part in copying experts between ranks, beside the serving traffic.
 
-A round gives each rank one peer at most. Both ends walk the round's moves in the same order, so each knows whether it
-sends or receives next. First comes a head: an epoch, a checksum, and where the blob lies. The receiver answers: it
-takes the blob where it lies, if both are on one machine, or has it sent. It counts only where the receiver waits for
-that very epoch and has checked the blob.
+A round gives each rank one peer at most. Both ends walk the round's moves in the same order, and those that follow each
+other in one direction go as one run. First come its heads: an epoch, a checksum, and where the blob lies, for
+each. The receiver answers for each: it takes the blob where it lies, if both are on one machine, or has it sent. It
+counts only where the receiver waits for that very epoch and has checked the blob.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from enum import IntEnum
 
 import torch
 
 from placement.errors import DiskError, ExchangeError, MigrationError, StaleEpochError
 from placement.migration import Move
-from workers.group import Group
 from workers.host_slab import HostSlab, checksum
 from workers.offers import Offer
+from workers.peers import Group
 
 EPOCH_BYTES, CHECKSUM_BYTES = 8, 16
 OFFER_AT = EPOCH_BYTES + CHECKSUM_BYTES
 HEAD_BYTES = OFFER_AT + Offer.NUM_BYTES
 # Said in place of an epoch by who can't send, so that the other end need not wait.
 NOTHING_COMES = (1 << 64) - 1
+# Each message wakes threads at both ends, which take the interpreter from those that serve. The blobs of a run stay in
+# their places until it is over, for which the smallest slab must have the rows.
+MOST_IN_A_RUN = 8
 
 
 class Answer(IntEnum):
@@ -71,66 +76,95 @@ class Mover:
         Raises MigrationError, and StaleEpochError where a peer moves to another epoch.
         """
         received = 0
-        for move in moves:
+        for run in runs(moves, self._rank):
+            source, target = run[0].source.rank, run[0].target.rank
             try:
-                if move.source.rank == self._rank:
-                    self._send(epoch, move)
-                elif move.target.rank == self._rank:
-                    received += self._receive(epoch, move)
+                if source == self._rank:
+                    self._send(epoch, run)
+                else:
+                    received += self._receive(epoch, run)
             except ExchangeError as error:
-                raise MigrationError(f"copying {move.expert} to rank {move.target.rank} failed: {error}") from error
+                raise MigrationError(f"copying {_named(run)} to rank {target} failed: {error}") from error
         return received
 
-    def _send(self, epoch: int, move: Move) -> None:
+    def _send(self, epoch: int, run: Sequence[Move]) -> None:
+        target = run[0].target.rank
+        with ExitStack() as held:
+            blobs = [self._hold(move, len(run), held) for move in run]
+            offers = [self._slab.offer(move.expert) for move in run]
+            heads = [
+                epoch.to_bytes(EPOCH_BYTES, "big") + checksum(blob) + offer.pack()
+                for blob, offer in zip(blobs, offers, strict=True)
+            ]
+            self._group.send(torch.frombuffer(bytearray(b"".join(heads)), dtype=torch.uint8), target)
+            said = torch.zeros(len(run), dtype=torch.uint8)
+            self._group.receive(said, target)
+            answers = [Answer(answer) for answer in said.tolist()]
+            for offer, answer in zip(offers, answers, strict=True):
+                if answer is not Answer.TAKEN:
+                    self._slab.withdraw(offer)
+            if Answer.REFUSED in answers:
+                raise MigrationError(f"rank {target} does not move to epoch {epoch}")
+            for blob, answer in zip(blobs, answers, strict=True):
+                if answer is Answer.SEND:
+                    self._pace.keep()
+                    self._group.send(blob, target)
+
+    def _hold(self, move: Move, num_heads: int, held: ExitStack) -> torch.Tensor:
         try:
-            with self._slab.holding(move.expert) as blob:
-                self._hand_over(epoch, move, blob)
+            return held.enter_context(self._slab.holding(move.expert))
         except (KeyError, DiskError) as error:
             head = NOTHING_COMES.to_bytes(EPOCH_BYTES, "big").ljust(HEAD_BYTES, b"\0")
-            self._group.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), move.target.rank)
+            self._group.send(torch.frombuffer(bytearray(head * num_heads), dtype=torch.uint8), move.target.rank)
             raise MigrationError(f"rank {self._rank} has no copy of {move.expert} to send: {error}") from error
 
-    def _hand_over(self, epoch: int, move: Move, blob: torch.Tensor) -> None:
-        offer = self._slab.offer(move.expert)
-        head = epoch.to_bytes(EPOCH_BYTES, "big") + checksum(blob) + offer.pack()
-        self._group.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), move.target.rank)
-        said = torch.zeros(1, dtype=torch.uint8)
-        self._group.receive(said, move.target.rank)
-        answer = Answer(int(said))
-        if answer is not Answer.TAKEN:
-            self._slab.withdraw(offer)
-        if answer is Answer.REFUSED:
-            raise MigrationError(f"rank {move.target.rank} does not move to epoch {epoch}")
-        if answer is Answer.SEND:
-            self._pace.keep()
-            self._group.send(blob, move.target.rank)
+    def _receive(self, epoch: int, run: Sequence[Move]) -> int:
+        """The bytes that came: none where experts are here already, as they may be after a move that was broken off."""
+        source = run[0].source.rank
+        message = torch.empty(len(run) * HEAD_BYTES, dtype=torch.uint8)
+        self._group.receive(message, source)
+        heads = [bytes(head) for head in message.view(len(run), HEAD_BYTES).numpy()]
+        for head in heads:
+            theirs = int.from_bytes(head[:EPOCH_BYTES], "big")
+            if theirs == NOTHING_COMES:
+                raise MigrationError(f"rank {source} has no copy of {_named(run)} to send")
+            if theirs != epoch:
+                self._group.send(torch.full((len(run),), Answer.REFUSED, dtype=torch.uint8), source)
+                raise StaleEpochError(
+                    f"rank {self._rank} moves to epoch {epoch}, but rank {source} sends for epoch {theirs}"
+                )
+        answers = [self._answer(move, head) for move, head in zip(run, heads, strict=True)]
+        self._group.send(torch.tensor(answers, dtype=torch.uint8), source)
+        wanted = [
+            (move.expert, head[EPOCH_BYTES:OFFER_AT])
+            for move, head, answer in zip(run, heads, answers, strict=True)
+            if answer is Answer.SEND
+        ]
+        for expert, digest in wanted:
+            blob = torch.empty(self._blob_bytes, dtype=torch.uint8)
+            self._group.receive(blob, source)
+            if checksum(blob) != digest:
+                raise MigrationError(f"{expert} arrived from rank {source} with a wrong checksum")
+            self._slab.add(expert, blob)
+        return len(wanted) * self._blob_bytes
 
-    def _receive(self, epoch: int, move: Move) -> int:
-        """The bytes that came: none where the expert is here already, as it may be after a move that was broken off."""
-        message = torch.empty(HEAD_BYTES, dtype=torch.uint8)
-        self._group.receive(message, move.source.rank)
-        head = message.numpy().tobytes()
-        theirs, digest = int.from_bytes(head[:EPOCH_BYTES], "big"), head[EPOCH_BYTES:OFFER_AT]
-        if theirs == NOTHING_COMES:
-            raise MigrationError(f"rank {move.source.rank} has no copy of {move.expert} to send")
-        if theirs != epoch:
-            self._answer(Answer.REFUSED, move)
-            raise StaleEpochError(
-                f"rank {self._rank} moves to epoch {epoch}, but rank {move.source.rank} sends for epoch {theirs}"
-            )
+    def _answer(self, move: Move, head: bytes) -> Answer:
+        """Own the expert where it lies, if that can be."""
         if self._slab.holds(move.expert):
-            self._answer(Answer.HAVE, move)
-            return 0
-        if self._slab.adopt(move.expert, Offer.unpack(head[OFFER_AT:]), digest):
-            self._answer(Answer.TAKEN, move)
-            return 0
-        self._answer(Answer.SEND, move)
-        blob = torch.empty(self._blob_bytes, dtype=torch.uint8)
-        self._group.receive(blob, move.source.rank)
-        if checksum(blob) != digest:
-            raise MigrationError(f"{move.expert} arrived from rank {move.source.rank} with a wrong checksum")
-        self._slab.add(move.expert, blob)
-        return self._blob_bytes
+            return Answer.HAVE
+        if self._slab.adopt(move.expert, Offer.unpack(head[OFFER_AT:]), head[EPOCH_BYTES:OFFER_AT]):
+            return Answer.TAKEN
+        return Answer.SEND
 
-    def _answer(self, answer: Answer, move: Move) -> None:
-        self._group.send(torch.tensor([answer], dtype=torch.uint8), move.source.rank)
+
+def runs(moves: Sequence[Move], rank: int) -> Iterator[tuple[Move, ...]]:
+    """Of a rank's moves, those that follow each other in one direction; both ends find the same."""
+    mine = [move for move in moves if rank in (move.source.rank, move.target.rank)]
+    for _, way in itertools.groupby(mine, lambda move: (move.source.rank, move.target.rank)):
+        left = tuple(way)
+        for start in range(0, len(left), MOST_IN_A_RUN):
+            yield left[start : start + MOST_IN_A_RUN]
+
+
+def _named(run: Sequence[Move]) -> str:
+    return f"{run[0].expert}" if len(run) == 1 else f"one of {len(run)} experts from {run[0].expert} on"

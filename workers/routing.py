@@ -35,7 +35,7 @@ class RoutingTable:
         self.layers_done = 0
         self.most_tokens = 0
         self.traffic = TrafficCounters()
-        self.switch(placement)
+        self.switch(placement, placement.weights_per_rank())
 
     def warm_up(self) -> None:
         """Have the choice of ranks compiled, or read from the cache: seconds that no step should wait for."""
@@ -43,11 +43,11 @@ class RoutingTable:
             np.zeros((0, self.top_k), np.int64), np.zeros(0, np.int32), np.array(self.holds[0]), self.node_of_rank
         )
 
-    def switch(self, placement: Placement) -> None:
-        """Serve another placement from the next step on."""
+    def switch(self, placement: Placement, holds: NDArray[np.uint16]) -> None:
+        """Serve another placement from the next step on. holds: its `weights_per_rank`."""
         self.placement = placement
         self.epoch = placement.epoch
-        self.holds: NDArray[np.uint16] = placement.weights_per_rank()
+        self.holds = holds
 
     def expect(self, most_tokens: int) -> None:
         """The ranks have agreed that none of them has more tokens in the next step; 0: they have not."""

@@ -103,6 +103,8 @@ class SharedSlab(HostSlab):
     def offer(self, expert: ExpertId) -> Offer:
         with self._lock:
             row = self._rows.get(expert)
+            if row is not None and self._is_lost(row):
+                self._borrowers[row] = FREE
             num_lent = np.count_nonzero(self._borrowers)
             if row is None or self._borrowers[row] != FREE or num_lent >= len(self._blobs) // LENT_ONE_IN:
                 return NOTHING
@@ -155,15 +157,16 @@ class SharedSlab(HostSlab):
                 os.close(file)
         return self._others[key]
 
+    def _is_lost(self, row: int) -> bool:
+        """Whether a row was offered so long ago that nobody takes it any more. Under the lock."""
+        return bool(self._borrowers[row] == OFFERED and time.monotonic() - self._offered_at[row] > OFFER_STANDS_S)
+
     def _take_back(self) -> None:
         """Free the rows that were given back, or whose borrower is dead. Under the lock."""
         for row in list(self._lent):
             borrower = int(self._borrowers[row])
-            if borrower == OFFERED:
-                is_back = time.monotonic() - self._offered_at[row] > OFFER_STANDS_S
-            else:
-                is_back = borrower == FREE or not Path(f"/proc/{borrower}").exists()
-            if is_back:
+            is_dead = borrower not in (FREE, OFFERED) and not Path(f"/proc/{borrower}").exists()
+            if borrower == FREE or is_dead or self._is_lost(row):
                 self._borrowers[row] = FREE
                 self._lent.discard(row)
                 self._free.append(row)

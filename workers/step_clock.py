@@ -15,12 +15,14 @@ STEPS_KEPT = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """One step of one rank. total_s from its first to its last work; the parts are summed over its MoE layers.
+    """One step of one rank. total_s from its first to its last work; the parts are summed over its MoE layers. began_s
+    by time.perf_counter, which all processes of a machine share on Linux.
 
     dispatch_s and combine_s hold the wait for slower ranks; compute_s is this rank's own.
     """
 
     step: int
+    began_s: float
     total_s: float
     dispatch_s: float
     compute_s: float
@@ -50,6 +52,7 @@ class StepClock:
         self._kept.append(
             StepSeconds(
                 step=step,
+                began_s=self._start,
                 total_s=time.perf_counter() - self._start,
                 dispatch_s=self._dispatch_s,
                 compute_s=self._compute_s,

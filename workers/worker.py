@@ -304,6 +304,9 @@ class ExpertWorker:
     def commit(self, epoch: int) -> None:
         self._epochs.commit(epoch)
 
+    def await_epoch(self, epoch: int, timeout_s: float) -> None:
+        self._epochs.await_epoch(epoch, timeout_s)
+
     def abort(self, epoch: int) -> int:
         return self._epochs.abort(epoch)
 

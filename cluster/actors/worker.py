@@ -84,6 +84,9 @@ class WorkerActor:
     def commit(self, epoch: int) -> None:
         self._worker.commit(epoch)
 
+    def await_epoch(self, epoch: int, timeout_s: float) -> None:
+        self._worker.await_epoch(epoch, timeout_s)
+
     def abort(self, epoch: int) -> int:
         return self._worker.abort(epoch)
 

@@ -89,6 +89,7 @@ class Front:
                 self._handle([self._inbox.get(), *self._what_else()])
         finally:
             self._stopping.set()
+            self._relay.set_state.remote(FleetState(reason="the cluster is going down"))
 
     def _what_else(self) -> list[Any]:
         items = []
@@ -146,6 +147,8 @@ class Front:
         epoch = None
         while True:
             self._state, known = self._look(), epoch
+            if self._stopping.is_set():
+                return
             self._relay.set_state.remote(self._state)
             epoch = self._state.epoch
             if epoch != known:

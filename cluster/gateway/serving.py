@@ -16,12 +16,14 @@ def run_gateway(config: ClusterConfig, address: Address) -> None:
     settings = gateway_settings(config)
     check_address(address, with_keys=bool(settings.key_hashes))
     inbox: Inbox = queue.SimpleQueue()
-    with opened(config, inbox.put) as cluster:
-        cluster.notes("starting the gateway")
+    with opened(config) as premises:
+        premises.notes("starting the gateway")
         relay = start_relay(max_requests=config.gateway.max_requests, max_tokens=config.gateway.max_tokens)
-        ranks = cluster.topology.num_ranks
+        ranks = premises.topology.num_ranks
+        # The gateway first: while workers load, clients are told that they do.
         with (
             gateway(config, settings, relay, address),
+            premises.staffed(inbox.put) as cluster,
             cluster.announced(f"{ranks} ranks serve '{settings.model}' at http://{address}/v1"),
         ):
             Front(cluster.fleet, relay, cluster.topology, inbox, trace_dir=config.trace_dir).run()

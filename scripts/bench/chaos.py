@@ -2,7 +2,12 @@
 
 Prints a table and writes JSON: how many requests completed, how many texts differ from the plain model's, and the
 longest pause between two pieces of a stream: in quiet (the baseline), while the service plans, while experts move, and
-from a kill until every seat is taken again.
+from a kill until every seat is taken again. A normal step is the median pause in quiet.
+
+Text comes in whole characters, and some of those take two or three tokens, hence as many steps: the plain model's
+tokens tell which. The pause before such a piece is counted as so many pauses between tokens (and as it is in
+`longest_piece_s`). Beside it stands what the workers took from the end of one step to the end of the next, by the clock
+that all processes of a machine share.
 
     python scripts/bench/chaos.py --out docs/measured/chaos.json
 """
@@ -18,37 +23,30 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from served import Crowd, Served, Told, Wish, demo_prompts, served_demo, stamp
+import ray
+from pauses import KILLED, KINDS, MOVING, PLANNING, QUIET, Span, of_kind, pauses, summary, tokens_due
+from served import Crowd, Others, Served, Wish, demo_prompts, served_demo, stamp
 
 from cluster import history as states
 from cluster.answers import answer
 from cluster.config import history_path
 from cluster.history import History
 from cluster.joining import joined_service
-from cluster.verify import plain_texts
+from cluster.local_ray import read_contact
+from cluster.text import load_tokenizer
+from cluster.verify import plain_tokens
 from placement.errors import MoetisError
+from workers.step_clock import StepSeconds
 
 AT_A_TIME = 16
 SHORTEST, LONGEST = 16, 160
 WHOLE_AGAIN_S = 240.0
-QUIET, PLANNING, MOVING, KILLED = "quiet", "the service plans", "experts move", "a worker was killed"
 # When a share of the requests has ended, what happens next.
 PLAN = ((0.10, MOVING), (0.25, KILLED), (0.45, MOVING), (0.60, KILLED), (0.80, MOVING))
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """From when to when something went on, by time.monotonic()."""
-
-    kind: str
-    start: float
-    end: float
 
 
 class Trouble:
@@ -122,23 +120,15 @@ def make_wishes(prompts: list[str], number: int, seed: int) -> list[Wish]:
     ]
 
 
-def pauses(told: list[Told], spans: list[Span]) -> dict[str, list[float]]:
-    """Seconds between two pieces of a stream, by the worst that went on meanwhile."""
-    found: dict[str, list[float]] = {kind: [] for kind in (QUIET, PLANNING, MOVING, KILLED)}
-    for one in told:
-        for before, after in pairwise(one.moments):
-            kinds = {span.kind for span in spans if before < span.end and after > span.start}
-            kind = next((kind for kind in (KILLED, MOVING, PLANNING) if kind in kinds), QUIET)
-            found[kind].append(after - before)
-    return found
-
-
-def summary(gaps: list[float], step_s: float) -> dict[str, float]:
-    if not gaps:
-        return {"pauses": 0}
-    longest = max(gaps)
-    p99 = sorted(gaps)[int(0.99 * (len(gaps) - 1))]
-    return {"pauses": len(gaps), "longest_s": longest, "p99_s": p99, "longest_steps": longest / step_s}
+def step_ends(served: Served, service: Any) -> list[list[float]]:
+    """When the steps of each founding ended, on the ranks that are there, by the clock of this machine."""
+    namespace = read_contact(served.config.run_dir).namespace
+    ends: dict[tuple[str, int], list[float]] = {}
+    for member in answer(service.members.remote()):
+        steps: list[StepSeconds] = answer(ray.get_actor(member.actor, namespace=namespace).recent_steps.remote())
+        for step in steps:
+            ends.setdefault((member.actor, step.step >> 32), []).append(step.began_s + step.total_s)
+    return list(ends.values())
 
 
 def run(number: int, seed: int, folder: Path) -> dict[str, Any]:
@@ -150,29 +140,40 @@ def run(number: int, seed: int, folder: Path) -> dict[str, Any]:
         warm.join()
         crowd, trouble = Crowd(served, wishes, at_a_time=AT_A_TIME), Trouble(served, service, seed)
         start = time.monotonic()
-        crowd.start()
-        for share, kind in PLAN:
-            while len(crowd.told) < share * number:
-                time.sleep(0.05)
-            trouble.make(kind)
-        crowd.join()
+        with Others(served) as others:
+            crowd.start()
+            for share, kind in PLAN:
+                while len(crowd.told) < share * number:
+                    time.sleep(0.05)
+                trouble.make(kind)
+            crowd.join()
         seconds, measured_at = time.monotonic() - start, stamp()
-    plain = plain_texts(served.config.worker_options(), [(wish.prompt, wish.tokens) for wish in wishes])
+        steps = [[end for end in ends if end > start] for ends in step_ends(served, service)]
+    tokenizer = load_tokenizer(served.config.model)
+    plain = plain_tokens(served.config.worker_options(), [(wish.prompt, wish.tokens) for wish in wishes])
     expected = dict(zip((wish.name for wish in wishes), plain, strict=True))
+    texts = {name: tokenizer.decode(tokens, skip_special_tokens=True) for name, tokens in expected.items()}
     errors = {one.wish.name: one.error for one in crowd.told if one.error is not None}
-    found = pauses(crowd.told, trouble.spans)
-    step_s = statistics.median(found[QUIET])
+    found = [
+        pause
+        for one in crowd.told
+        for pause in pauses(one.moments, trouble.spans, tokens_due(one, expected[one.wish.name], tokenizer))
+    ]
+    at_workers = [pause for ends in steps for pause in pauses(ends, trouble.spans)]
+    step_s = statistics.median(pause.seconds for pause in of_kind(found, QUIET))
     return {
         "requests": number,
         "at_a_time": AT_A_TIME,
         "completed": len(crowd.told) - len(errors),
         "errors": errors,
-        "wrong_texts": sorted(one.wish.name for one in crowd.told if one.text != expected[one.wish.name]),
+        "wrong_texts": sorted(one.wish.name for one in crowd.told if one.text != texts[one.wish.name]),
         "tokens": sum(wish.tokens for wish in wishes),
         "seconds": seconds,
         "normal_step_s": step_s,
-        "pauses": {kind: summary(gaps, step_s) for kind, gaps in found.items()},
+        "worker_step_s": statistics.median(pause.seconds for pause in of_kind(at_workers, QUIET)),
+        "pauses": {kind: summary(of_kind(found, kind), of_kind(at_workers, kind), step_s) for kind in KINDS},
         "trouble": trouble.said,
+        "cores_of_others": others.cores,
         **measured_at,
     }
 
@@ -181,10 +182,17 @@ def show(figures: dict[str, Any]) -> None:
     print(f"{figures['completed']} of {figures['requests']} requests completed, {len(figures['errors'])} errors")
     print(f"{len(figures['wrong_texts'])} texts differ from the plain model's; {figures['tokens']} tokens asked for")
     step_s = figures["normal_step_s"]
-    print(f"{'pause in a stream':22} {'longest':>9} {'p99':>9} {'in steps':>9}  (a step: {step_s:.3f} s)")
+    print(
+        f"a normal step: {step_s:.3f} s, at the workers {figures['worker_step_s']:.3f} s; other programs took "
+        f"{figures['cores_of_others']:.2f} cores"
+    )
+    print(f"{'pause in a stream':22} {'longest':>9} {'p99':>9} {'in steps':>9} {'at workers':>11}")
     for kind, found in figures["pauses"].items():
         if found["pauses"]:
-            print(f"{kind:22} {found['longest_s']:8.3f}s {found['p99_s']:8.3f}s {found['longest_steps']:9.1f}")
+            print(
+                f"{kind:22} {found['longest_s']:8.3f}s {found['p99_s']:8.3f}s {found['longest_steps']:9.1f} "
+                f"{found.get('longest_at_workers_s', float('nan')):10.3f}s"
+            )
     for item in figures["trouble"]:
         print(f"  {item['what']} ({item['s']:.2f} s)")
 

@@ -5,6 +5,7 @@ The cluster is a process of its own, as operators start it; what happens to it m
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import signal
@@ -46,13 +47,17 @@ class Wish:
 
 @dataclass(slots=True)
 class Told:
-    """What a client was told of a wish: the text, the moment of each piece, how many tokens, or what went wrong."""
+    """What a client was told of a wish: pieces of text and the moment of each, how many tokens, or what went wrong."""
 
     wish: Wish
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     tokens: int = 0
     moments: list[float] = field(default_factory=list)
     error: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 class Served:
@@ -89,7 +94,7 @@ class Served:
                 if piece.usage is not None:
                     told.tokens = piece.usage.completion_tokens
                 if piece.choices and piece.choices[0].text:
-                    told.text += piece.choices[0].text
+                    told.pieces.append(piece.choices[0].text)
                     told.moments.append(time.monotonic())
         except openai.APIError as error:
             told.error = f"{type(error).__name__}: {error}"
@@ -133,6 +138,36 @@ def _wait_until_ready(served: Served) -> None:
         if served.process.poll() is not None or time.monotonic() > deadline:
             raise MoetisError(f"the cluster did not come up within {READY_S:.0f} s")
         time.sleep(0.2)
+
+
+class Others:
+    """How many cores other programs of the machine took meanwhile, by the scheduler's own account: figures are worth
+    what is left of them. What is neither this process's nor the cluster's is another's."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self.cores = 0.0
+
+    def __enter__(self) -> Others:
+        self._start, self._before = time.monotonic(), self._run_s()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        ran = self._run_s()
+        # One that came and went between the two looks is not seen, nor is one of ours that was killed.
+        spent = sum(seconds - self._before.get(pid, 0.0) for pid, seconds in ran.items())
+        self.cores = spent / (time.monotonic() - self._start)
+
+    def _run_s(self) -> dict[int, float]:
+        """Seconds that each other process has run, all of its threads together."""
+        ours = {os.getpid(), *(process.pid for process in self._served.family())}
+        found = {}
+        for pid in psutil.pids():
+            if pid not in ours:
+                with contextlib.suppress(OSError):
+                    tasks = Path(f"/proc/{pid}/task").iterdir()
+                    found[pid] = sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+        return found
 
 
 class Crowd:

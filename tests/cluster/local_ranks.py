@@ -15,6 +15,7 @@ import torch
 
 from cluster.forming import Meeting
 from cluster.history import History, Member
+from cluster.planner import Planner
 from cluster.service import PlacementService
 from placement.baselines import linear_placement
 from placement.cache.policy import EvictionPolicy, PolicyName
@@ -134,6 +135,9 @@ class LocalRanks:
     def commit(self, rank: Rank, number: int, epoch: int) -> None:
         rank.epochs.commit(epoch)
 
+    def await_epoch(self, rank: Rank, number: int, epoch: int, timeout_s: float) -> None:
+        rank.epochs.await_epoch(epoch, timeout_s)
+
     def abort(self, rank: Rank, number: int, epoch: int) -> int:
         return rank.epochs.abort(epoch)
 
@@ -208,23 +212,30 @@ def first_plan() -> Plan:
     return Plan(placement=linear_placement(LAYERS, EXPERTS, RANKS, ROWS), topology=TOPOLOGY, measured={})
 
 
-class QuickService(PlacementService):
+class QuickPlanner(Planner):
     """One whose plan is known beforehand: planning is not what is tested, and takes the most time."""
 
-    def _recorded(self) -> RoutingTrace:
+    def recorded(self) -> RoutingTrace:
         return make_trace()
 
-    def _plan(self, trace: RoutingTrace, most_copies: int | None) -> Plan:
-        current = self.current.placement
+    def plan(self, trace: RoutingTrace, most_copies: int | None) -> Plan:
+        current = self._book.current.placement
         table = current.physical_to_logical.reshape(LAYERS, current.num_ranks, -1)
         turned = np.roll(table, 1, axis=1).reshape(LAYERS, -1)
         measured = {"trust": {"after_over_before": {"ratio": 0.5, "high": 0.6, "holds": True}}}
-        epoch = self.history.next_epoch()
         return Plan(
-            placement=replace(current, epoch=epoch, physical_to_logical=turned),
-            topology=self.current.topology,
+            placement=replace(current, epoch=self._book.next_epoch(), physical_to_logical=turned),
+            topology=self._book.current.topology,
             measured=measured,
         )
+
+
+class QuickService(PlacementService):
+    """A service with such a planner."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._planner = QuickPlanner(self._book, self._traffic, min_gain=options["min_gain"], seed=options["seed"])
 
 
 def new_service(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from cluster import history as states
 from cluster.gate import gate, gate_levelled
 from cluster.history import History
 from cluster.service import PlacementService
-from placement.errors import MoetisError
+from placement.errors import MigrationError, MoetisError
 from placement.replan import num_copies_between
-from tests.cluster.local_ranks import MEMBERS, RANKS, LocalRanks, first_plan, new_service, write_trace
+from tests.cluster.local_ranks import MEMBERS, RANKS, LocalRanks, Rank, first_plan, new_service, write_trace
 
 
 def make_service(folder: Path, ranks: LocalRanks, min_gain: float = 0.01) -> PlacementService:
@@ -75,14 +76,23 @@ def test_after_an_aborted_migration_the_next_one_gets_an_epoch_of_its_own(folder
 
 
 def test_a_fault_after_the_switch_is_told_but_the_new_epoch_serves(folder: Path) -> None:
-    ranks = make_ranks(("status", 1))
+    ranks = make_ranks(("await_epoch", 1))
     service = make_service(folder, ranks)
     assert service.rebalance().decision == "applied"
     assert {rank.table.epoch for rank in ranks.ranks} == {1}
 
 
+def test_whoever_waits_for_an_epoch_is_told_when_the_ranks_part() -> None:
+    epochs = Rank(0, first_plan().placement).epochs
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(epochs.await_epoch, 1, 60)
+        epochs.close()
+        with pytest.raises(MigrationError, match="serves 0: the ranks have parted"):
+            waiting.result(timeout=10)
+
+
 def test_ranks_never_serve_two_epochs_at_a_time(folder: Path) -> None:
-    for fault in [(method, 1) for method in ("copy_round", "prepare", "commit", "status")]:
+    for fault in [(method, 1) for method in ("copy_round", "prepare", "commit", "await_epoch")]:
         ranks = make_ranks(fault)
         (folder / "history.sqlite").unlink(missing_ok=True)
         make_service(folder, ranks).rebalance()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,6 +67,22 @@ def test_experts_arrive_whole(groups: list[peers.Peers]) -> None:
     assert (sent.result(), got.result()) == (0, 2 * BLOB)
     assert target.blob(FIRST).equal(_blob(3))
     assert target.blob(SECOND).equal(_blob(5))
+
+
+def test_a_round_of_many_experts_each_way_arrives_whole(groups: list[peers.Peers]) -> None:
+    slabs = [HostSlab(capacity=64, blob_bytes=BLOB) for _ in range(2)]
+    moves = [
+        Move(expert=ExpertId(rank, number), source=Slot(rank, number), target=Slot(1 - rank, number))
+        for rank in range(2)
+        for number in range(20)
+    ]
+    for move in moves:
+        slabs[move.source.rank].add(move.expert, _blob(100 * move.expert.layer + move.expert.expert))
+    slabs[1].add(ExpertId(0, 3), _blob(3))
+    ends = _both(*(partial(_mover(groups[rank], slabs[rank]).copy_round, 9, moves) for rank in range(2)))
+    assert [end.result() for end in ends] == [20 * BLOB, 19 * BLOB]
+    for move in moves:
+        assert slabs[move.target.rank].blob(move.expert).equal(_blob(100 * move.expert.layer + move.expert.expert))
 
 
 def test_what_is_sent_for_another_epoch_is_refused(groups: list[peers.Peers]) -> None:

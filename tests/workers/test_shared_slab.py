@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from placement.core import ExpertId, Slot
@@ -112,6 +113,14 @@ def test_only_a_part_of_the_rows_is_lent_and_none_twice() -> None:
     assert sum(offer != NOTHING for offer in offers) == ROWS // LENT_ONE_IN
     slab.withdraw(offers[0])
     assert slab.offer(ExpertId(0, 3)) != NOTHING
+
+
+def test_an_expert_whose_offer_was_lost_on_the_way_is_offered_again_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = _slab(1)
+    assert slab.offer(FIRST) != NOTHING
+    assert slab.offer(FIRST) == NOTHING
+    monkeypatch.setattr("workers.shared_slab.OFFER_STANDS_S", 0.0)
+    assert slab.offer(FIRST) != NOTHING
 
 
 def test_without_memory_to_share_experts_lie_in_private_memory(monkeypatch: Any, caplog: Any) -> None:
