@@ -18,9 +18,9 @@ import torch
 
 from placement.errors import DiskError, ExchangeError, MigrationError, StaleEpochError
 from placement.migration import Move
+from workers.group import Group
 from workers.host_slab import HostSlab, checksum
 from workers.offers import Offer
-from workers.peers import Group
 
 EPOCH_BYTES, CHECKSUM_BYTES = 8, 16
 OFFER_AT = EPOCH_BYTES + CHECKSUM_BYTES
