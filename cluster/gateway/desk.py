@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+import contextvars
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ray.exceptions import RayError
 
@@ -14,6 +16,7 @@ from cluster.gateway.relay import BUSY, Ask, Piece, Refusal, Snapshot
 
 POLL_S = 5.0
 RETRY_S = 1.0
+_T = TypeVar("_T")
 LOST = "the serving process is gone; try again later"
 
 
@@ -52,14 +55,18 @@ class RelayActorPort:
 
 
 class Desk:
-    """The requests of one replica. All in one event loop."""
+    """The requests of one replica. All in one event loop.
+
+    When a client goes, Ray cancels what its request has called, wherever that runs. So nothing is asked of the relay in
+    a request's name: a poll serves all requests, and a withdrawal is what is left of one.
+    """
 
     def __init__(self, relay: RelayPort, client: str) -> None:
         self._relay = relay
         self._client = client
         self._waiting: dict[str, asyncio.Queue[Piece]] = {}
-        self._poller: asyncio.Task[None] | None = None
-        self._withdrawals: set[asyncio.Task[None]] = set()
+        self._poller: asyncio.Task[Any] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @asynccontextmanager
     async def serve(self, ask: Ask) -> AsyncIterator[AsyncIterator[Piece]]:
@@ -71,7 +78,8 @@ class Desk:
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
         self._waiting[name] = pieces
         if self._poller is None or self._poller.done():
-            self._poller = asyncio.create_task(self._poll())
+            self._poller = self._start(self._poll())
+        asking = self._start(self._ask(ask))
         ended = False
 
         async def each() -> AsyncIterator[Piece]:
@@ -82,15 +90,19 @@ class Desk:
                 yield piece
 
         try:
-            await self._ask(ask)
+            await asyncio.shield(asking)
             yield each()
         finally:
             del self._waiting[name]
             if not ended:
-                # In a task of its own: a client that has gone cancels this one.
-                task = asyncio.create_task(self._withdraw(name))
-                self._withdrawals.add(task)
-                task.add_done_callback(self._withdrawals.discard)
+                self._start(self._withdraw(name, asking))
+
+    def _start(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """A task that no request can cancel: in a context of its own, since by that Ray knows whose call it is."""
+        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def snapshot(self) -> Snapshot:
         """Raises ApiError 503 where the relay is gone."""
@@ -108,11 +120,12 @@ class Desk:
             busy = refusal.kind == BUSY
             raise ApiError(429 if busy else 503, refusal.message, code="rate_limit_exceeded" if busy else None)
 
-    async def _withdraw(self, name: str) -> None:
-        try:
-            await self._relay.withdraw(name)
-        except RayError:
-            return
+    async def _withdraw(self, name: str, asking: asyncio.Task[None]) -> None:
+        """Once it was asked, or refused: the relay must not hear of the end before the beginning."""
+        await asyncio.wait([asking])
+        if asking.exception() is None:
+            with contextlib.suppress(RayError):
+                await self._relay.withdraw(name)
 
     async def _poll(self) -> None:
         while self._waiting:
