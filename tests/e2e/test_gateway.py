@@ -234,6 +234,19 @@ def test_a_client_that_goes_away_stops_its_request(client: openai.OpenAI, port: 
     assert _soon(lambda: _running(port) == 0)
 
 
+def test_a_client_that_goes_away_takes_no_other_along(client: openai.OpenAI, port: int) -> None:
+    how: Any = {"model": "demo", "prompt": PROMPTS[0], "temperature": 0, "stream": True}
+    # The first one starts what brings the pieces of all.
+    leaving = client.completions.create(max_tokens=2000, **how)
+    next(iter(leaving))
+    staying = iter(client.completions.create(max_tokens=NEW, **how))
+    pieces = [next(staying)]
+    leaving.close()
+    pieces += list(staying)
+    assert pieces[-1].choices[0].finish_reason == "length"
+    assert _soon(lambda: _running(port) == 0)
+
+
 def test_beyond_the_limit_clients_are_told_to_come_back(client: openai.OpenAI, port: int) -> None:
     how: Any = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 2000, "temperature": 0, "stream": True}
     streams = [client.completions.create(**how) for _ in range(MOST_REQUESTS)]
