@@ -21,10 +21,15 @@ def sized_options(config: ClusterConfig, topology: Topology, device: str, note: 
     """The workers' options on this device, with slots by the arithmetic of `moetis fit` where they are to be found out.
 
     note is told the arithmetic. Raises ConfigError, with the arithmetic, where a rank has no room for a single slot,
-    or on CPUs where it is not said how much memory there is.
+    or on CPUs where it is not said how much memory there is, or where a KV cache is to go to host memory from there.
     """
     workers = config.workers
     options = replace(config.worker_options(), device=device)
+    if workers.kv_offload_gb and device != "cuda":
+        raise ConfigError(
+            f"workers.kv_offload_gb is {workers.kv_offload_gb}, but the workers' device is '{device}', whose memory is the "
+            f"host's own: leave it out, and raise workers.kv_pages"
+        )
     if workers.slots != "auto":
         return options
     if workers.memory_gb is None and device != "cuda":

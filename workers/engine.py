@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from placement.fit.sizing import GIB
 from workers.events import EventRouter
 from workers.group import Group
 from workers.lockstep import LockstepManager, StepHooks
@@ -20,6 +21,7 @@ def start_engine(
     batching = ContinuousBatchingConfig(
         page_size=options.kv_page_size,
         num_blocks=options.kv_pages,
+        cpu_offload_space=options.kv_offload_gb * 1e9 / GIB,
         max_batch_tokens=options.max_batch_tokens,
         max_requests_per_batch=options.max_requests,
         use_async_batching=False,

@@ -129,7 +129,7 @@ class ExpertLayer:
         self._memory.claim("a layer", arrivals.experts.numel() * arrivals.hidden.shape[1] * LAYER_BYTES_PER_ELEMENT)
         alone = len(self._table.node_of_rank) == 1
         ahead = None
-        if self._next_router is not None and len(arrivals.hidden) and self._cache.looks_ahead():
+        if self._next_router is not None and len(arrivals.hidden) and self._cache.ahead.looks_ahead():
             ahead = self._next_router(arrivals.hidden)
         partial = self._compute(arrivals.hidden, arrivals.experts, arrivals.weights, alone=alone, ahead=ahead)
         self._table.traffic.pairs += self._compute.pairs - before

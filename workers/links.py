@@ -121,7 +121,10 @@ class _CudaFence:
 
 
 class CudaLink:
-    """Two streams of one GPU: urgent copies with high priority, and prefetches in chunks beside them.
+    """Two streams of one GPU: urgent copies with high priority, and prefetches in chunks.
+
+    Copies of two streams share the link however urgent they are, so that a prefetch begins only once the urgent copies
+    that were given before it have landed.
 
     A copy is given to the CUDA runtime itself where that can be had, since torch's way to it takes longer.
     """
@@ -132,6 +135,7 @@ class CudaLink:
     def __init__(self, device: torch.device) -> None:
         self._urgent = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._patient = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+        self._last_urgent: torch.cuda.Event | None = None
         self._fences = 0
         self._submit = bare_submit(device)
 
@@ -139,6 +143,8 @@ class CudaLink:
         stream = self._urgent if urgent else self._patient
         if after is not None:
             stream.wait_event(after.event)
+        if not urgent and self._last_urgent is not None:
+            stream.wait_event(self._last_urgent)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         if self._submit is not None:
             for target, source in pairs:
@@ -148,6 +154,8 @@ class CudaLink:
                 for target, source in pairs if urgent else chunks_of(pairs, CHUNK_BYTES):
                     target.copy_(source, non_blocking=True)
         event.record(stream)
+        if urgent:
+            self._last_urgent = event
         return _CudaArrival(event)
 
     def fence(self) -> Fence:

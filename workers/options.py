@@ -36,6 +36,8 @@ class WorkerOptions:
     host_slab_gb: host memory for a rank's experts, in 10^9 bytes; those that have no room stay on disk, in the
     checkpoint's own files or, with disk_path, in a file of blobs in that folder. None: all are in memory.
     kv_page_size, kv_pages, max_batch_tokens, max_requests: the paged KV cache and the largest batch.
+    kv_offload_gb: host memory, in 10^9 bytes, for the KV cache of requests that must wait since the cache is full;
+    without it they are computed anew when their turn comes.
     peer_timeout_s: after this long without an answer a peer counts as lost. meeting_timeout_s: how long to wait for the
     others when groups are formed, and for a step of one's own to end when they are left.
     migration_bytes_per_s: what a rank sends at most when experts move; None is no limit.
@@ -55,6 +57,7 @@ class WorkerOptions:
     disk_path: Path | None = None
     kv_page_size: int = 32
     kv_pages: int = 512
+    kv_offload_gb: float = 0.0
     max_batch_tokens: int = 256
     max_requests: int = 64
     threads: int = 1

@@ -1,7 +1,7 @@
 """Whether prefetching pays, and how much of it there may be.
 
 Three limits, each by itself: `PrefetchJudge` stops it where what it fetches is hardly ever used, `LinkRoom` keeps it to
-what the layers leave of the link, and `PrefetchTrial` steps with and without it now and then, and goes on with what was
+the time in which the link idles, and `PrefetchTrial` steps with and without it now and then, and goes on with what was
 faster.
 """
 
@@ -20,7 +20,8 @@ PAUSE_CALLS = 2000
 TRIAL_EVERY = 4096
 TRIAL_FROM, TRIAL_BLOCKS, TRIAL_BLOCK = 16, 12, 8
 TRIAL_LEAST = 8
-INTERVAL_WEIGHT = 0.2
+INTERVAL_WEIGHT = 0.1
+BUSY = 0.75
 
 
 class PrefetchJudge:
@@ -62,28 +63,40 @@ class PrefetchJudge:
 
 
 class LinkRoom:
-    """What urgent copies leave of the link between two layers. clock: seconds.
+    """The time in which a link idles, in bytes. clock: seconds.
 
-    bytes_per_s is None until it was measured; there is no limit then.
+    Where layers wait for the link a prefetch can only lose: by what it fetches in vain, and since urgent copies share
+    the link with it. It gains where the link has nothing else to do. So all copies count as busy, urgent or not: a
+    prefetch that made layers wait longer must not look like room for more. A link that was busy for most of the time
+    between layers has no room at all.
+
+    bytes_per_s: None until it is measured: no room. inf: no limit.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.bytes_per_s: float | None = None
+    def __init__(self, clock: Callable[[], float], bytes_per_s: float | None = None) -> None:
+        self.bytes_per_s = bytes_per_s
         self._clock = clock
-        self._asked: float | None = None
-        self._interval = 0.0
-        self._demanded = 0
+        self._layer, self._begun, self._copied = -1, 0.0, 0
+        self._seconds, self._bytes, self._weight = 0.0, 0.0, 0.0
 
-    def left(self, demanded: int) -> float:
-        """Bytes that a layer ahead may fetch now. demanded: the urgent bytes of all layers so far."""
-        now, urgent = self._clock(), demanded - self._demanded
-        if self._asked is not None:
-            elapsed = now - self._asked
-            self._interval += (INTERVAL_WEIGHT if self._interval else 1.0) * (elapsed - self._interval)
-        self._asked, self._demanded = now, demanded
-        if self.bytes_per_s is None or not self._interval:
-            return math.inf
-        return max(0.0, self.bytes_per_s * self._interval - urgent)
+    def begin_layer(self, layer: int, copied: int) -> None:
+        """A layer begins. copied: the bytes of all copies so far, urgent or not. What lies between the last layer of a
+        step and the first of another says nothing: nobody may have asked for anything."""
+        now = self._clock()
+        if 0 < layer == self._layer + 1:
+            self._weight += INTERVAL_WEIGHT * (1 - self._weight)
+            self._seconds += INTERVAL_WEIGHT * (now - self._begun - self._seconds)
+            self._bytes += INTERVAL_WEIGHT * (copied - self._copied - self._bytes)
+        self._layer, self._begun, self._copied = layer, now, copied
+
+    def left(self) -> float:
+        """Bytes that may be fetched ahead in one layer."""
+        if self.bytes_per_s is None or math.isinf(self.bytes_per_s):
+            return 0.0 if self.bytes_per_s is None else math.inf
+        if not self._weight:
+            return 0.0
+        could, did = self.bytes_per_s * self._seconds / self._weight, self._bytes / self._weight
+        return 0.0 if did > BUSY * could else could - did
 
 
 class PrefetchTrial:

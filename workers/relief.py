@@ -30,7 +30,7 @@ class Relief:
         self._cache = cache
         self._memory = memory
         self._wanted = cache.num_slots
-        self._wants_region = cache.prefetch_slots > 0
+        self._wants_region = cache.ahead.region > 0
         self._least = min(least, cache.num_slots)
         self._first_wait = self._wait = wait_steps
         self._quiet_steps = 0
@@ -52,7 +52,7 @@ class Relief:
         cache = self._cache
         before = cache.num_slots
         after = max(self._least, int(before * SHRINK))
-        if after == before and cache.prefetch_slots == 0:
+        if after == before and cache.ahead.region == 0:
             return False
         cache.let_go()
         if self._quiet_steps < self._wait and cache.counters.reliefs:
@@ -78,7 +78,7 @@ class Relief:
     def end_step(self) -> None:
         """A step is over: grow back by a part, if there was room for long enough."""
         cache = self._cache
-        lacks_region = self._wants_region and cache.prefetch_slots == 0
+        lacks_region = self._wants_region and cache.ahead.region == 0
         if cache.num_slots >= self._wanted and not lacks_region:
             return
         self._quiet_steps += 1

@@ -102,7 +102,7 @@ class ServingSteps:
     def _begin(self) -> None:
         self._clock.begin()
         self._step_tokens = 0
-        self._parallel.cache.prefetching = self._trial.wants(self._step)
+        self._parallel.cache.ahead.wanted = self._trial.wants(self._step)
 
     def _fail_spoiled(self) -> None:
         """Fail the requests of tokens that lacked an expert."""

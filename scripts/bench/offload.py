@@ -114,7 +114,10 @@ class Bench:
             picks = [offsets + step for step in range(count)]
         return [torch.from_numpy(self.judged.experts[pick].transpose(1, 0, 2).astype(np.int64)) for pick in picks]
 
-    def cache(self, share: float, batch: int, *, learn: bool = True) -> SlotCache:
+    def cache(
+        self, share: float, batch: int, *, learn: bool = True, link_bytes_per_s: float | None = None
+    ) -> SlotCache:
+        """link_bytes_per_s: what prefetches may count on; without it there are none, unless the cache is warmed up."""
         trace = self.trace
         policy = copy.deepcopy(self._policy(batch if learn else 0))
         policy.resize(share)
@@ -126,6 +129,7 @@ class Bench:
             num_slots=max(1, round(share * trace.num_layers * trace.num_experts)),
             blob_bytes=self.layout.num_bytes,
             device=DEVICE,
+            link_bytes_per_s=link_bytes_per_s,
         )
 
     def _policy(self, batch: int) -> EvictionPolicy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import statistics
 import tempfile
 import time
@@ -109,7 +110,7 @@ def _shared(bench: Bench) -> None:
 def stage_soak(bench: Bench, seconds: float) -> None:
     """Random batches, prefetches, resizes and forced evictions; outputs beside a cache that holds everything."""
     rng = np.random.default_rng(5)
-    cache, whole = bench.cache(0.2, 1, learn=False), bench.cache(1.0, 1, learn=False)
+    cache, whole = bench.cache(0.2, 1, learn=False, link_bytes_per_s=math.inf), bench.cache(1.0, 1, learn=False)
     whole.warm_up(sorted(bench.slab.experts()))
     layers, resident = [_computes(bench, one) for one in (cache, whole)]
     worst, wrong, runs, evicted, begun = 0.0, 0, 0, 0, time.monotonic()
@@ -125,7 +126,7 @@ def stage_soak(bench: Bench, seconds: float) -> None:
             for number, layer in enumerate(layers)
         ]
         expected = run_step(resident, hidden, ids, weights)
-        found = run_step(guessing if cache.looks_ahead() else layers, hidden, ids, weights)
+        found = run_step(guessing if cache.ahead.looks_ahead() else layers, hidden, ids, weights)
         error = float((found - expected).float().norm() / expected.float().norm())
         worst, wrong = max(worst, error), wrong + (error > ERROR_LIMIT)
         if rng.random() < 0.05:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from datetime import UTC, datetime
@@ -23,7 +24,7 @@ import torch
 
 from placement.intervals import random_groups
 from placement.trace import load_trace
-from scripts.bench.offload import CUDA, DEVICE, DTYPE, Bench, raw_bandwidth
+from scripts.bench.offload import CPU_LINK, CUDA, DEVICE, DTYPE, Bench, raw_bandwidth
 from workers.crossover import measure_crossover
 from workers.expert_compute import ExpertCompute
 from workers.foresight import NextRouter
@@ -66,7 +67,7 @@ def seconds_per_step(
         out = hidden
         for number, layer in enumerate(layers):
             ahead = None
-            if number + 1 < len(layers) and cache.looks_ahead():
+            if number + 1 < len(layers) and cache.ahead.looks_ahead():
                 router(out)
                 ahead = foreseen[number + 1]
             out = out + layer(out, ids[number], weights, alone=True, ahead=ahead).to(out.dtype)
@@ -79,9 +80,9 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def compare(bench: Bench, batch: int, share: float) -> None:
+def compare(bench: Bench, batch: int, share: float, link_bytes_per_s: float) -> None:
     trace = bench.trace
-    cache = bench.cache(share, batch)
+    cache = bench.cache(share, batch, link_bytes_per_s=link_bytes_per_s)
     layers: list[ExpertCompute] = [layer.func for layer in bench.computes(cache)]  # type: ignore[attr-defined]
     router = NextRouter(
         _Router(trace.num_experts, bench.module.hidden_dim, trace.top_k),
@@ -94,16 +95,16 @@ def compare(bench: Bench, batch: int, share: float) -> None:
     ]
     found: dict[bool, list[float]] = {False: [], True: []}
     hits: dict[bool, list[float]] = {False: [], True: []}
-    cache.prefetching = False
+    cache.ahead.wanted = False
     seconds_per_step(bench, cache, layers, router, steps[: count // 2])
     for turn in range(2 * PAIRS):
         # Without, with, with, without: what drifts weighs on both alike.
-        cache.prefetching = turn % 4 in (1, 2)
+        cache.ahead.wanted = turn % 4 in (1, 2)
         before = (cache.counters.hits, cache.counters.lookups)
-        found[cache.prefetching].append(
+        found[cache.ahead.wanted].append(
             seconds_per_step(bench, cache, layers, router, steps[turn * count : (turn + 1) * count])
         )
-        hits[cache.prefetching].append((cache.counters.hits - before[0]) / (cache.counters.lookups - before[1]))
+        hits[cache.ahead.wanted].append((cache.counters.hits - before[0]) / (cache.counters.lookups - before[1]))
     off, on = statistics.median(found[False]), statistics.median(found[True])
     gains = np.log(np.array(found[False]) / np.array(found[True]))
     interval = random_groups(float(gains.mean()), gains) or (float("nan"), float("nan"))
@@ -134,6 +135,7 @@ def write(options: argparse.Namespace, bench: Bench) -> None:
         "machine": torch.cuda.get_device_name() if CUDA else "CPU, software link",
         "commit": options.commit,
         "torch": torch.__version__,
+        "forced": options.forced,
         "rows": bench.rows,
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -142,13 +144,14 @@ def write(options: argparse.Namespace, bench: Bench) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--forced", action="store_true", help="fetch ahead however busy the link is")
     parser.add_argument("--commit", default="", help="for machines without git")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     bench = Bench(load_trace(options.trace))
     with torch.no_grad():
-        if CUDA:
-            bench.note("raw pinned copy", gbs=raw_bandwidth(bench) / 1e9)
+        link_bytes_per_s = raw_bandwidth(bench) if CUDA else CPU_LINK
+        bench.note("raw pinned copy", gbs=link_bytes_per_s / 1e9)
         begun = time.perf_counter()
         crossover = measure_crossover(
             slab=bench.slab,
@@ -164,7 +167,7 @@ def main() -> None:
         bench.note("crossover", stream_from=crossover, seconds=time.perf_counter() - begun)
         for batch in STEPS:
             for share in (0.25, 0.5):
-                compare(bench, batch, share)
+                compare(bench, batch, share, math.inf if options.forced else link_bytes_per_s)
                 write(options, bench)
 
 

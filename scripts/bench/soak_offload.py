@@ -15,6 +15,7 @@ import faulthandler
 import functools
 import json
 import logging
+import math
 import os
 import platform
 import random
@@ -102,6 +103,7 @@ class Soak:
             landing_group=4,
             one_wave=6,
             stream_from=20,
+            link_bytes_per_s=math.inf,
             memory=memory,
         )
 
@@ -131,7 +133,7 @@ class Soak:
             chosen = torch.rand(tokens, EXPERTS).topk(TOP_K).indices
             weights = torch.rand(tokens, TOP_K)
             ahead = None
-            if layer + 1 < LAYERS and self.cache.looks_ahead():
+            if layer + 1 < LAYERS and self.cache.ahead.looks_ahead():
                 # The same experts as here with some right ones among them would be no test: half are at random.
                 ahead = torch.where(torch.rand(tokens, TOP_K) < 0.5, chosen, torch.randint(EXPERTS, (tokens, TOP_K)))
             found = self.relief.attempt(functools.partial(self._compute, layer, hidden, chosen, weights, ahead))

@@ -77,3 +77,10 @@ def test_fewer_slots_than_a_token_needs_are_a_warning() -> None:
 def test_a_share_that_is_given_is_taken_as_it_is() -> None:
     options = sized_options(_config(cache_share=0.25, slots=None), TOPOLOGY, "cpu", lambda text: None)
     assert (options.cache_share, options.memory_bytes) == (0.25, None)
+
+
+def test_a_kv_cache_can_go_to_host_memory_from_a_gpu_alone() -> None:
+    config = _config(memory_gb=8.0, kv_offload_gb=2.0)
+    with pytest.raises(ConfigError, match=r"workers.kv_offload_gb is 2.0, but the workers' device is 'cpu'"):
+        sized_options(config, TOPOLOGY, "cpu", lambda text: None)
+    assert sized_options(config, TOPOLOGY, "cuda", lambda text: None).kv_offload_gb == 2.0

@@ -33,14 +33,49 @@ def test_prefetching_that_never_hits_stops_and_tries_again_later() -> None:
     assert judge.allows()
 
 
-def test_prefetches_get_what_urgent_copies_leave_of_the_link() -> None:
-    times = iter([0.0, 0.1, 0.2, 0.3])
-    room = LinkRoom(lambda: next(times))
-    assert room.left(0) == math.inf
-    room.bytes_per_s = 1000.0
-    assert room.left(40) == pytest.approx(60)
-    assert room.left(40) == pytest.approx(100)
-    assert room.left(500) == 0
+class _Clock:
+    """Layers of a step, and what is copied in each, over a link of 1,000 bytes a second unless given."""
+
+    def __init__(self, bytes_per_s: float | None = 1000.0) -> None:
+        self.now, self.copied = 0.0, 0
+        self.room = LinkRoom(lambda: self.now, bytes_per_s)
+
+    def layers(self, count: int, *, seconds: float, copied: int) -> None:
+        for layer in range(count):
+            self.room.begin_layer(layer, self.copied)
+            self.now += seconds
+            self.copied += copied
+
+
+def test_prefetches_get_the_time_in_which_the_link_idles() -> None:
+    clock = _Clock()
+    assert clock.room.left() == 0
+    clock.layers(8, seconds=0.1, copied=40)
+    assert clock.room.left() == pytest.approx(60)
+
+
+def test_a_link_that_layers_wait_for_has_no_room_whatever_made_it_busy() -> None:
+    clock = _Clock()
+    clock.layers(8, seconds=0.1, copied=90)
+    assert clock.room.left() == 0
+    # Twice as long, since as much again was fetched ahead: that is no room.
+    clock.layers(40, seconds=0.2, copied=180)
+    assert clock.room.left() == 0
+
+
+def test_the_time_between_steps_is_not_room() -> None:
+    clock = _Clock()
+    for _ in range(20):
+        clock.layers(4, seconds=0.1, copied=90)
+        clock.now += 60.0
+    assert clock.room.left() == 0
+
+
+def test_a_link_whose_bandwidth_is_not_known_has_no_room_and_one_without_limit_always() -> None:
+    for rate, left in ((None, 0.0), (math.inf, math.inf)):
+        clock = _Clock(rate)
+        clock.layers(4, seconds=0.1, copied=0)
+        assert clock.room.left() == left
 
 
 @pytest.mark.parametrize(("slower", "pays"), [(True, False), (False, True)])

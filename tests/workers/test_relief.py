@@ -50,7 +50,7 @@ def test_what_failed_is_tried_again_with_fewer_slots(caplog: pytest.LogCaptureFi
     cache = _cache(memory)
     relief = Relief(cache, memory, least=2)
     relief.attempt(lambda: memory.claim("a layer", 4 * BLOB))
-    assert (cache.num_slots, cache.prefetch_slots, cache.counters.reliefs) == (6, 0, 1)
+    assert (cache.num_slots, cache.ahead.region, cache.counters.reliefs) == (6, 0, 1)
     assert "from 8 to 6 slots" in caplog.text
     relief.attempt(lambda: memory.claim("a layer", 7 * BLOB))
     assert cache.num_slots == 3
@@ -81,7 +81,7 @@ def test_the_cache_grows_back_when_there_is_room_and_waits_longer_after_a_setbac
         relief.end_step()
         sizes.append(cache.num_slots)
     assert sizes == [6, 6, 6, 6, 6, 8, 8, 8]
-    assert cache.prefetch_slots == 1
+    assert cache.ahead.region == 1
     relief.make_room("again")
     relief.make_room("and again")
     for _ in range(3):

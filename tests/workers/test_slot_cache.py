@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ def _cache(
         one_wave=one_wave,
         stream_from=8,
         prefetch_share=0.5,
+        link_bytes_per_s=math.inf,
     )
 
 
@@ -104,7 +106,7 @@ def test_a_layer_that_needs_nearly_everything_streams_and_leaves_the_rest_of_the
 def test_a_forgotten_expert_is_fetched_anew() -> None:
     slab = _slab()
     cache = _cache(2)
-    cache._slab = slab
+    cache._slots._slab = slab
     _run(cache, 0, [0])
     cache.forget(ExpertId(0, 0))
     slab.release(ExpertId(0, 0))
@@ -123,7 +125,7 @@ def test_a_step_that_breaks_off_leaves_nothing_held() -> None:
 
 def test_a_prefetched_expert_is_a_hit_and_one_that_was_not_needed_is_counted_as_waste() -> None:
     cache = _cache(4)
-    cache.prefetch(1, [5, 6])
+    cache.ahead.prefetch(1, [5, 6])
     assert _run(cache, 1, [5]) == [{5}]
     _run(cache, 0, [0, 1, 2, 3])
     counters = cache.counters
@@ -132,11 +134,11 @@ def test_a_prefetched_expert_is_a_hit_and_one_that_was_not_needed_is_counted_as_
 
 def test_no_more_wait_for_a_foreseen_use_than_the_region_holds() -> None:
     cache = _cache(6)
-    cache.prefetch(1, [1, 2])
-    cache.prefetch(1, [1, 2, 3, 4, 5])
+    cache.ahead.prefetch(1, [1, 2])
+    cache.ahead.prefetch(1, [1, 2, 3, 4, 5])
     assert cache.resident(1) == {1, 2, 3}
     _run(cache, 1, [1])
-    cache.prefetch(1, [6, 7, 8, 9])
+    cache.ahead.prefetch(1, [6, 7, 8, 9])
     assert cache.resident(1) >= {6, 7, 8}
 
 
@@ -144,13 +146,13 @@ def test_a_prefetch_takes_no_slot_of_an_expert_that_is_expected_too() -> None:
     cache = _cache(2)
     _run(cache, 1, [0])
     _run(cache, 0, [3])
-    cache.prefetch(1, [0, 5])
+    cache.ahead.prefetch(1, [0, 5])
     assert cache.resident(1) == {0, 5}
 
 
 def test_what_this_rank_does_not_hold_is_not_fetched_ahead() -> None:
     cache = _cache(4)
-    cache.prefetch(LAYERS, [0, 1])
+    cache.ahead.prefetch(LAYERS, [0, 1])
     assert cache.counters.prefetched == 0
 
 
@@ -216,7 +218,7 @@ def test_every_expert_of_every_step_is_served_with_its_own_weights(
     for layer, experts, ahead, size in steps:
         waves = _run(cache, layer, experts)
         assert sorted(expert for wave in waves for expert in wave) == sorted(experts)
-        cache.prefetch((layer + 1) % LAYERS, ahead)
+        cache.ahead.prefetch((layer + 1) % LAYERS, ahead)
         if size:
             cache.resize(size)
 
@@ -236,7 +238,7 @@ def test_no_race_is_lost_when_every_event_takes_a_random_time(seed: int) -> None
         experts = pick.choice(EXPERTS, rng.randint(0, EXPERTS), replace=False).tolist()
         waves = _run(cache, layer, experts, pause=delay)
         assert sorted(expert for wave in waves for expert in wave) == sorted(experts)
-        cache.prefetch((layer + 1) % LAYERS, cache.likely((layer + 1) % LAYERS, 3))
+        cache.ahead.prefetch((layer + 1) % LAYERS, cache.likely((layer + 1) % LAYERS, 3))
         if rng.random() < 0.05:
             cache.resize(rng.randint(1, 12))
     cache.close()

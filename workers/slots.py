@@ -1,0 +1,215 @@
+"""Slots on a device: one array for the experts of all layers, what lies in them, and the copies into them.
+
+Weights are read-only: what makes room is not copied back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from placement.cache.policy import EvictionPolicy
+from placement.core import ExpertId
+from workers.host_slab import HostSlab
+from workers.links import Link
+from workers.memory import Memory
+from workers.prefetch import PrefetchJudge
+from workers.slot_table import SlotTable
+from workers.telemetry import CacheCounters
+
+logger = logging.getLogger(__name__)
+
+
+class Slots:
+    """[num_slots, blob_bytes] uint8 on the device, fewer where memory has no room for so many.
+
+    generation: counts the arrays; whoever has views of an older one must make them anew.
+    """
+
+    def __init__(
+        self,
+        *,
+        slab: HostSlab,
+        policy: EvictionPolicy,
+        link: Link,
+        num_slots: int,
+        blob_bytes: int,
+        device: torch.device,
+        memory: Memory,
+        counters: CacheCounters,
+    ) -> None:
+        self.blob_bytes = blob_bytes
+        self.generation = 0
+        self.judge = PrefetchJudge()
+        self._slab = slab
+        self._policy = policy
+        self._link = link
+        self._device = device
+        self._memory = memory
+        self._counters = counters
+        self._lost: list[int] = []
+        self._tables: torch.Tensor | None = None
+        self._allocate_most(num_slots, num_slots)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @property
+    def num_experts(self) -> int:
+        """Of all layers."""
+        return self._policy.num_layers * self._policy.num_experts
+
+    def whole_table(self, layer: int) -> torch.Tensor | None:
+        """[E] the slots of a layer's experts, on the device, if all experts of all layers are in slots; else None."""
+        table = self.table
+        if table.num_filled < self.num_experts:
+            return None
+        if self._tables is None:
+            if any(arrival is not None for arrival in table.arrival):
+                return None
+            self._tables = torch.from_numpy(table.slot_at[:, :-1].copy()).to(self._device)
+        return self._tables[layer]
+
+    # ----------------------------------------------------------------------------------------------------- copies
+
+    def send(self, layer: int, experts: list[int], slots: list[int], *, urgent: bool) -> tuple[list[int], list[int]]:
+        """Send for experts. Returns those that are on their way, and where to; the others can't be read."""
+        items = [ExpertId(layer, expert) for expert in experts]
+        fetched = self._slab.fetch(items)
+        blobs = [blob for blob in fetched if blob is not None]
+        if len(blobs) < len(items):
+            if urgent:
+                self._lost += [expert for expert, blob in zip(experts, fetched, strict=True) if blob is None]
+            items = [item for item, blob in zip(items, fetched, strict=True) if blob is not None]
+            experts, slots = [item.expert for item in items], slots[: len(items)]
+            if not items:
+                return experts, slots
+        pairs = [(self._rows[slot], blob) for slot, blob in zip(slots, blobs, strict=True)]
+        newest = self.table.last_use(slots)
+        for slot in slots:
+            self.empty(slot)
+        arrival = self._link.copy(pairs, after=newest, urgent=urgent)
+        self._slab.lent(items, arrival)
+        self.table.place(layer, experts, slots, arrival)
+        self._counters.copies += len(items)
+        self._counters.copied_bytes += len(items) * self.blob_bytes
+        return experts, slots
+
+    def take_lost(self) -> list[int]:
+        """The experts that were sent for since the last call, urgently, and can't be read."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def use(self, layer: int, experts: list[int], *, stirring: bool) -> list[int]:
+        """Wait for what has not arrived. stirring: there may be something to be done. Returns their slots."""
+        table = self.table
+        slots: list[int] = table.slot_at[layer, experts].tolist()
+        if not stirring:
+            return slots
+        busy = [slot for slot in slots if table.stirring[slot]]
+        arrivals = {id(arrival): arrival for slot in busy if (arrival := table.arrival[slot]) is not None}
+        if arrivals:
+            begun = time.perf_counter()
+            for arrival in arrivals.values():
+                arrival.wait()
+            self._counters.stall_s += time.perf_counter() - begun
+        for slot in busy:
+            table.arrived(slot)
+            if table.foreseen[slot]:
+                table.fulfil(slot)
+                self.judge.used()
+                self._counters.prefetch_used += 1
+        return slots
+
+    def empty(self, slot: int) -> None:
+        """Let what lies in a slot go."""
+        if not self.table.empty(slot):
+            return
+        self._tables = None
+        self._counters.evictions += 1
+        if self.table.foreseen[slot]:
+            self.waste(slot)
+
+    def waste(self, slot: int) -> None:
+        """What was fetched ahead into this slot was not used."""
+        self.table.fulfil(slot)
+        self.judge.wasted()
+        self._counters.prefetch_wasted_bytes += self.blob_bytes
+
+    def forget(self, expert: ExpertId) -> None:
+        """Drop an expert that this rank no longer owns."""
+        slot = self.table.slot_of(expert)
+        if slot is None:
+            return
+        arrival = self.table.arrival[slot]
+        if arrival is not None:
+            # Its blob may be released next: the copy must not read a row that another expert has got.
+            arrival.finish()
+            self.table.arrived(slot)
+        self.empty(slot)
+        self._counters.evictions -= 1
+
+    def fill(self, hottest: list[ExpertId]) -> tuple[int, float]:
+        """Fill empty slots, the hottest experts first, and wait until they are there. Returns the bytes, and the
+        seconds that they took."""
+        table, here = self.table, self._slab.experts()
+        absent = [item for item in hottest if item in here and table.slot_of(item) is None]
+        items = [item for item in absent if self._slab.is_ready(item)]
+        slots = table.vacant()[: len(items)]
+        begun = time.perf_counter()
+        for item, slot in zip(items, slots, strict=False):
+            self.send(item.layer, [item.expert], [slot], urgent=True)
+        self._lost.clear()
+        for slot in slots:
+            arrival = table.arrival[slot]
+            if arrival is not None:
+                arrival.finish()
+                table.arrived(slot)
+        return len(slots) * self.blob_bytes, time.perf_counter() - begun
+
+    # ----------------------------------------------------------------------------------------------------- memory
+
+    def resize(self, num_slots: int) -> None:
+        """Have so many slots from now on, with the most valuable of what was in them.
+
+        Memory of the old ones goes back first; where it does not suffice the new ones are fewer. Nothing may be held.
+        """
+        assert not self.table.held.any()
+        for arrival in self.table.arrival:
+            if arrival is not None:
+                arrival.finish()
+        kept, before = self.table.by_value(), len(self)
+        self.generation += 1
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        # Layers have views of the old slots until they next run.
+        self._rows.clear()
+        self.array.untyped_storage().resize_(0)
+        self._memory.claim("slots", 0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._allocate_most(num_slots, before)
+        self.fill(kept)
+
+    def _allocate_most(self, wanted: int, before: int) -> None:
+        """So many slots as wanted; as many as before where there is no room for more; half, a quarter, ... of that."""
+        num_slots = wanted
+        while True:
+            try:
+                self._allocate(num_slots)
+                break
+            except torch.OutOfMemoryError:
+                if num_slots == 1:
+                    raise
+            num_slots = before if num_slots > before else num_slots // 2
+        if num_slots < wanted:
+            logger.warning("memory has no room for %d slots of the expert cache; there are %d", wanted, num_slots)
+
+    def _allocate(self, num_slots: int) -> None:
+        self._memory.claim("slots", num_slots * self.blob_bytes)
+        self.array = torch.zeros((num_slots, self.blob_bytes), dtype=torch.uint8, device=self._device)
+        self._rows = list(self.array.unbind())
+        self.table = SlotTable(num_slots, self._policy)
+        self._tables = None
