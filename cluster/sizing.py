@@ -27,8 +27,8 @@ def sized_options(config: ClusterConfig, topology: Topology, device: str, note: 
     options = replace(config.worker_options(), device=device)
     if workers.kv_offload_gb and device != "cuda":
         raise ConfigError(
-            f"workers.kv_offload_gb is {workers.kv_offload_gb}, but the workers' device is '{device}', whose memory is the "
-            f"host's own: leave it out, and raise workers.kv_pages"
+            f"workers.kv_offload_gb is {workers.kv_offload_gb}, but the workers' device is '{device}', whose memory is "
+            f"the host's own: leave it out, and raise workers.kv_pages"
         )
     if workers.slots != "auto":
         return options
