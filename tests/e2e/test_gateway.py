@@ -191,6 +191,10 @@ def test_a_seed_gives_the_same_text_alone_and_in_a_batch(client: openai.OpenAI) 
         (b'{"model": "demo", "prompt": "a", "n": 2}', 400, "'n'"),
         (b'{"model": "demo", "prompt": "a", "stop": ["a", "b", "c", "d", "e"]}', 400, "at most 4"),
         (b'{"model": "demo", "prompt": "a", "logit_bias": {"5": 1}}', 400, "'logit_bias'"),
+        (b'{"model": "demo", "prompt": "\\ud800"}', 400, "not JSON"),
+        (b'{"model": "demo", "prompt": ' + 20_000 * b"[", 400, "not JSON"),
+        (b'{"model": "demo", "prompt": [true]}', 400, "'prompt"),
+        (b'{"model": "demo", "prompt": [-1]}', 400, "not in the vocabulary"),
         (b'{"model": "demo", "prompt": "a", "surprise": 1}', 400, "unrecognized request argument: surprise"),
     ],
 )
@@ -202,6 +206,16 @@ def test_bad_input_is_told_in_openais_form(serving: Serving, port: int, body: by
     assert (answer.status, set(error)) == (status, {"message", "type", "param", "code"})
     assert error["type"] == "invalid_request_error"
     assert said in error["message"]
+
+
+def test_a_body_that_does_not_say_its_length_is_counted(serving: Serving, port: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request(
+        "POST", "/v1/completions", iter(8 * [65_536 * b"a"]), {"Authorization": f"Bearer {KEY}"}, encode_chunked=True
+    )
+    answer = connection.getresponse()
+    assert answer.status == 413
+    assert "larger than 262144 bytes" in json.loads(answer.read())["error"]["message"]
 
 
 def test_a_route_that_is_not_there_is_told_in_openais_form(client: openai.OpenAI) -> None:
