@@ -48,7 +48,8 @@ def sized_options(config: ClusterConfig, topology: Topology, device: str, note: 
             precision=workers.expert_precision,
             element_bytes=ELEMENT_BYTES.get(dtype),
             on_gpu=device == "cuda",
-            moves=topology.num_ranks > 1,
+            machines=topology.num_nodes,
+            ranks=topology.num_ranks,
         ),
         config.model,
     )

@@ -6,12 +6,12 @@ A blob that came from a peer counts only once it is published, which `publish` d
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import xxhash
 
 from placement.core import ExpertId
 from placement.errors import MigrationError
@@ -120,7 +120,7 @@ class HostSlab:
         return {}
 
     def offer(self, expert: ExpertId) -> Offer:
-        """Where another process can find an expert's blob, which stays there until it gives it back; NOTHING if so."""
+        """Where another process can find an expert's blob: one that is lent stays there until it is given back."""
         return NOTHING
 
     def withdraw(self, offer: Offer) -> None:
@@ -130,6 +130,11 @@ class HostSlab:
         """Own an expert where it lies, if it can be seen from here and has this checksum."""
         return False
 
+    def copy(self, expert: ExpertId, offer: Offer, digest: bytes) -> bool:
+        """Own a copy of an expert, read where it lies, if it can be seen from here and has this checksum. Raises
+        MigrationError when the slab is full."""
+        return False
+
     def add(self, expert: ExpertId, blob: torch.Tensor) -> None:
         self.claim(expert).copy_(blob)
         self.publish(expert)
@@ -137,4 +142,4 @@ class HostSlab:
 
 def checksum(blob: torch.Tensor) -> bytes:
     """16 bytes that tell one blob from another."""
-    return hashlib.blake2b(blob.contiguous().numpy().data, digest_size=16).digest()
+    return xxhash.xxh3_128_digest(blob.contiguous().numpy().data)

@@ -2,8 +2,8 @@
 
 A round gives each rank one peer at most. Both ends walk the round's moves in the same order, and those that follow each
 other in one direction go as one run. First come its heads: an epoch, a checksum, and where the blob lies, for
-each. The receiver answers for each: it takes the blob where it lies, if both are on one machine, or has it sent. It
-counts only where the receiver waits for that very epoch and has checked the blob.
+each. The receiver answers for each: it takes the blob where it lies, or copies it from there, if both are on one
+machine; else it has it sent. It counts only where the receiver waits for that very epoch and has checked the blob.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ MOST_IN_A_RUN = 8
 
 
 class Answer(IntEnum):
-    """What the receiver says to a head: it has it already, has taken it where it lies, wants it sent, wants it not."""
+    """What the receiver says to a head: it has it already, has taken it where it lies, has copied it from there, wants
+    it sent, wants it not."""
 
     REFUSED = 0
     HAVE = 1
     TAKEN = 2
     SEND = 3
+    COPIED = 4
 
 
 class Pace:
@@ -104,10 +106,11 @@ class Mover:
                 if answer is not Answer.TAKEN:
                     self._slab.withdraw(offer)
             if Answer.REFUSED in answers:
-                raise MigrationError(f"rank {target} does not move to epoch {epoch}")
+                raise MigrationError(f"rank {target} does not take {_named(run)} for epoch {epoch}")
             for blob, answer in zip(blobs, answers, strict=True):
-                if answer is Answer.SEND:
+                if answer in (Answer.SEND, Answer.COPIED):
                     self._pace.keep()
+                if answer is Answer.SEND:
                     self._group.send(blob, target)
 
     def _hold(self, move: Move, num_heads: int, held: ExitStack) -> torch.Tensor:
@@ -133,8 +136,17 @@ class Mover:
                 raise StaleEpochError(
                     f"rank {self._rank} moves to epoch {epoch}, but rank {source} sends for epoch {theirs}"
                 )
-        answers = [self._answer(move, head) for move, head in zip(run, heads, strict=True)]
+        answers: list[Answer] = []
+        refusal: MigrationError | None = None
+        for move, head in zip(run, heads, strict=True):
+            try:
+                answers.append(self._answer(move, head))
+            except MigrationError as error:
+                answers.append(Answer.REFUSED)
+                refusal = error
         self._group.send(torch.tensor(answers, dtype=torch.uint8), source)
+        if refusal is not None:
+            raise refusal
         wanted = [
             (move.expert, head[EPOCH_BYTES:OFFER_AT])
             for move, head, answer in zip(run, heads, answers, strict=True)
@@ -146,15 +158,16 @@ class Mover:
             if checksum(blob) != digest:
                 raise MigrationError(f"{expert} arrived from rank {source} with a wrong checksum")
             self._slab.add(expert, blob)
-        return len(wanted) * self._blob_bytes
+        return (len(wanted) + answers.count(Answer.COPIED)) * self._blob_bytes
 
     def _answer(self, move: Move, head: bytes) -> Answer:
-        """Own the expert where it lies, if that can be."""
+        """Own the expert where it lies, or a copy from there, if that can be. Raises MigrationError without room."""
+        offer, digest = Offer.unpack(head[OFFER_AT:]), head[EPOCH_BYTES:OFFER_AT]
         if self._slab.holds(move.expert):
             return Answer.HAVE
-        if self._slab.adopt(move.expert, Offer.unpack(head[OFFER_AT:]), head[EPOCH_BYTES:OFFER_AT]):
+        if self._slab.adopt(move.expert, offer, digest):
             return Answer.TAKEN
-        return Answer.SEND
+        return Answer.COPIED if self._slab.copy(move.expert, offer, digest) else Answer.SEND
 
 
 def runs(moves: Sequence[Move], rank: int) -> Iterator[tuple[Move, ...]]:

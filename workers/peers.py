@@ -2,7 +2,8 @@
 
 Groups of their own, so that no traffic waits for another kind: `data` (the exchange of every layer), `control` (the
 agreement before each step), `bulk` (weights that migrate beside the traffic) and `signals` (what two ranks agree on
-before weights pass). Data and bulk are NCCL's when the rank has a GPU, all else is gloo's.
+before weights pass). With GPUs data is NCCL's, and bulk where ranks are on several machines: on one, experts pass
+through host memory. All else is gloo's.
 A group is founded under an epoch. When a rank is lost the others leave at once, and meet again in new groups, at
 another store, under a later epoch: nothing that a lost rank still says can reach them.
 """
@@ -21,10 +22,10 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 
 from placement.errors import ExchangeError
 from workers.group import Group, first_line
+from workers.machine import MACHINE_BYTES, machine_id
 
 LOOPBACK = "127.0.0.1"
 CHANNELS = 32
-NAMES = ("control", "bulk", "data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,8 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """The groups of one rank, founded under epoch. Without a GPU, bulk takes the signals too."""
+    """The groups of one rank, founded under epoch. machines: where each rank is (`machine_id`). Where bulk is gloo's it
+    takes the signals too."""
 
     rank: int
     num_ranks: int
@@ -48,6 +50,11 @@ class Peers:
     control: Group
     bulk: Group
     signals: Group
+    machines: tuple[bytes, ...]
+
+    def is_near(self, rank: int) -> bool:
+        """Whether a rank is on this one's machine."""
+        return self.machines[rank] == self.machines[self.rank]
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -87,10 +94,12 @@ def join(
     timeout_s: float,
     meeting_timeout_s: float | None = None,
     store: TCPStore | None = None,
+    apart: bool = False,
 ) -> Peers:
     """Meet the other ranks and form the groups. Every rank must call this; store is rank 0's own.
 
-    meeting_timeout_s: how long to wait for the others to come, timeout_s unless given. Raises ExchangeError.
+    meeting_timeout_s: how long to wait for the others to come, timeout_s unless given. apart: as if each rank were on a
+    machine of its own. Raises ExchangeError.
     """
     os.environ["NCCL_SOCKET_IFNAME"] = rendezvous.interface
     # Else torch ends the process when a collective is late; here a rank leaves, and goes on with those that are left.
@@ -102,27 +111,33 @@ def join(
                 rendezvous.host, rendezvous.port, num_ranks, is_master=False, timeout=patience, wait_for_workers=False
             )
         store.set_timeout(patience)
-        groups = {
-            name: Group(
-                _backend(name, store, rendezvous, rank, num_ranks, patience, device),
-                timeout_s=timeout_s,
-                is_on_stream=_is_on_gpu(name, device),
-            )
-            for name in (*NAMES, *(["signals"] if device.type == "cuda" else []))
-        }
-        if device.type == "cuda":
+
+        def found(name: str, on_gpu: bool) -> Group:
+            backend = _backend(name, store, rendezvous, rank, num_ranks, patience, on_gpu=on_gpu)
+            return Group(backend, timeout_s=timeout_s, is_on_stream=on_gpu)
+
+        groups = {"control": found("control", False), "data": found("data", device.type == "cuda")}
+        machines = _machines(groups["control"], rank, num_ranks, apart)
+        bulk_on_gpu = device.type == "cuda" and len(set(machines)) > 1
+        groups["bulk"] = found("bulk", bulk_on_gpu)
+        groups["signals"] = found("signals", False) if bulk_on_gpu else groups["bulk"]
+        if bulk_on_gpu:
             groups["bulk"].connect(rank, num_ranks, device)
     except RuntimeError as error:
         raise ExchangeError(
             f"rank {rank} could not meet the other ranks of epoch {rendezvous.epoch} at {rendezvous.host}:"
             f"{rendezvous.port}: {first_line(error)}"
         ) from error
-    groups.setdefault("signals", groups["bulk"])
-    return Peers(rank=rank, num_ranks=num_ranks, epoch=rendezvous.epoch, **groups)
+    return Peers(rank=rank, num_ranks=num_ranks, epoch=rendezvous.epoch, machines=machines, **groups)
 
 
-def _is_on_gpu(name: str, device: torch.device) -> bool:
-    return name in ("bulk", "data") and device.type == "cuda"
+def _machines(control: Group, rank: int, num_ranks: int, apart: bool) -> tuple[bytes, ...]:
+    """Where each rank is."""
+    told = torch.zeros((num_ranks, MACHINE_BYTES), dtype=torch.uint8)
+    here = rank.to_bytes(MACHINE_BYTES, "big") if apart else machine_id()
+    told[rank] = torch.frombuffer(bytearray(here), dtype=torch.uint8)
+    control.all_gather(told)
+    return tuple(row.numpy().tobytes() for row in told)
 
 
 def _backend(
@@ -132,10 +147,11 @@ def _backend(
     rank: int,
     num_ranks: int,
     timeout: timedelta,
-    device: torch.device,
+    *,
+    on_gpu: bool,
 ) -> Any:
     own = PrefixStore(f"{rendezvous.epoch}/{name}", store)
-    if _is_on_gpu(name, device):
+    if on_gpu:
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         if name == "data":

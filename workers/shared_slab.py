@@ -1,17 +1,17 @@
-"""A host slab that the ranks of one machine share: an expert changes its owner without a copy.
+"""A host slab that the ranks of one machine share: an expert changes its owner without a copy, or by one.
 
 Each rank's rows lie in a file in memory (`memfd`). It has no name, so that nothing is left to unlink however a process
 ends, and it is not counted against `/dev/shm`, which is small in containers. A rank that is to hand an expert on
 *offers* the row; the other opens the file through `/proc`, checks the row against the sender's checksum, and *adopts*
 it.
 A row that is lent is not used again until it is given back; who has it is written behind the rows, in the same file.
-What was adopted stays readable when the lender dies. Ranks that do not see each other (other machines, containers or
-users) copy as ever.
+What was adopted stays readable when the lender dies. Rows that are not lent can be copied from there, which needs no
+process group. So it is always where memory is registered with CUDA: what is adopted would have to be registered anew,
+which stops a GPU. Ranks that do not see each other (other machines, containers or users) are sent what they need.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import mmap
 import os
@@ -24,6 +24,7 @@ import torch
 
 from placement.core import ExpertId
 from workers.host_slab import HostSlab, checksum
+from workers.machine import machine_id
 from workers.offers import NOTHING, Offer
 from workers.pinning import prepare
 
@@ -51,7 +52,7 @@ class SharedSlab(HostSlab):
         self._adopted: dict[ExpertId, tuple[_Rows, int]] = {}
         self._lent: set[int] = set()
         self._offered_at: dict[int, float] = {}
-        self._machine = _this_machine()
+        self._machine = machine_id()
 
     @property
     def capacity(self) -> int:
@@ -103,29 +104,27 @@ class SharedSlab(HostSlab):
     def offer(self, expert: ExpertId) -> Offer:
         with self._lock:
             row = self._rows.get(expert)
-            if row is not None and self._is_lost(row):
-                self._borrowers[row] = FREE
-            num_lent = np.count_nonzero(self._borrowers)
-            if row is None or self._borrowers[row] != FREE or num_lent >= len(self._blobs) // LENT_ONE_IN:
+            if row is None:
                 return NOTHING
-            self._borrowers[row] = OFFERED
-            self._offered_at[row] = time.monotonic()
-        return Offer(machine=self._machine, process=os.getpid(), file=self._file, rows=len(self._blobs), row=row)
+            if self._is_lost(row):
+                self._borrowers[row] = FREE
+            has_room = np.count_nonzero(self._borrowers) < len(self._blobs) // LENT_ONE_IN
+            lends = bool(self._borrowers[row] == FREE and has_room and not self._pin)
+            if lends:
+                self._borrowers[row] = OFFERED
+                self._offered_at[row] = time.monotonic()
+        return Offer(
+            machine=self._machine, process=os.getpid(), file=self._file, rows=len(self._blobs), row=row, lends=lends
+        )
 
     def withdraw(self, offer: Offer) -> None:
         with self._lock:
-            if offer != NOTHING and self._borrowers[offer.row] == OFFERED:
+            if offer.lends and self._borrowers[offer.row] == OFFERED:
                 self._borrowers[offer.row] = FREE
 
     def adopt(self, expert: ExpertId, offer: Offer, digest: bytes) -> bool:
-        if offer.machine != self._machine:
-            return False
-        try:
-            rows = self._rows_of(offer)
-        except (OSError, ValueError) as error:
-            logger.info("experts of process %d are copied, since its memory can't be mapped: %s", offer.process, error)
-            return False
-        if self._is_full():
+        rows = self._rows_of(offer) if offer.lends and not self._pin else None
+        if rows is None or self._is_full():
             return False
         # It is said before it is checked: once this stands there, the row is not used for anything else.
         rows.borrowers[offer.row] = os.getpid()
@@ -137,6 +136,18 @@ class SharedSlab(HostSlab):
             self._adopted[expert] = (rows, offer.row)
         return True
 
+    def copy(self, expert: ExpertId, offer: Offer, digest: bytes) -> bool:
+        rows = self._rows_of(offer)
+        if rows is None:
+            return False
+        here = self.claim(expert)
+        here.copy_(rows.blobs[offer.row])
+        if checksum(here) != digest:
+            self.release(expert)
+            return False
+        self.publish(expert)
+        return True
+
     def _is_full(self) -> bool:
         with self._lock:
             return len(self._rows) + len(self._claimed) + len(self._adopted) >= len(self._blobs)
@@ -145,21 +156,31 @@ class SharedSlab(HostSlab):
         with self._lock:
             return {"experts_adopted": len(self._adopted), "rows_lent": int(np.count_nonzero(self._borrowers))}
 
-    def _rows_of(self, offer: Offer) -> _Rows:
+    def _rows_of(self, offer: Offer) -> _Rows | None:
+        """The rows of another process; None where they can't be seen from here."""
         key = (offer.process, offer.file)
+        if offer.machine != self._machine:
+            return None
         if key not in self._others:
-            file = os.open(f"/proc/{offer.process}/fd/{offer.file}", os.O_RDWR)
             try:
-                if os.fstat(file).st_size != _file_bytes(offer.rows, self._blob_bytes):
-                    raise ValueError("it is not of the size that was said")
-                self._others[key] = _Rows(file, offer.rows, self._blob_bytes, pin=self._pin, touch=False)
-            finally:
-                os.close(file)
+                self._others[key] = self._map(offer)
+            except (OSError, ValueError) as error:
+                logger.info("experts of process %d are sent: its memory can't be mapped: %s", offer.process, error)
+                return None
         return self._others[key]
 
     def _is_lost(self, row: int) -> bool:
         """Whether a row was offered so long ago that nobody takes it any more. Under the lock."""
         return bool(self._borrowers[row] == OFFERED and time.monotonic() - self._offered_at[row] > OFFER_STANDS_S)
+
+    def _map(self, offer: Offer) -> _Rows:
+        file = os.open(f"/proc/{offer.process}/fd/{offer.file}", os.O_RDWR)
+        try:
+            if os.fstat(file).st_size != _file_bytes(offer.rows, self._blob_bytes):
+                raise ValueError("it is not of the size that was said")
+            return _Rows(file, offer.rows, self._blob_bytes, pin=False, touch=False)
+        finally:
+            os.close(file)
 
     def _take_back(self) -> None:
         """Free the rows that were given back, or whose borrower is dead. Under the lock."""
@@ -198,10 +219,3 @@ def _table_bytes(rows: int) -> int:
 
 def _file_bytes(rows: int, blob_bytes: int) -> int:
     return -(-rows * blob_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + _table_bytes(rows)
-
-
-def _this_machine() -> bytes:
-    """The same in processes that can open each other's files: one boot, one space of process ids, one user."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    seen = boot + str(Path("/proc/self/ns/pid").readlink()).encode() + str(os.getuid()).encode()
-    return hashlib.blake2b(seen, digest_size=16).digest()

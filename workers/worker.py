@@ -26,15 +26,13 @@ from placement.topology import Topology
 from workers import peers
 from workers.checkpoint import restore_experts
 from workers.desk import Desk
-from workers.device_mover import DeviceMover
 from workers.engine import start_engine
 from workers.epochs import EpochKeeper
 from workers.events import EventRouter, TokenEvent
 from workers.filling import tiers_on
 from workers.loading import ModelShape, device_of, load_share
 from workers.lockstep import LockstepManager
-from workers.mover import Mover
-from workers.movers import make_mover
+from workers.movers import Movers, make_movers
 from workers.numa import bind_near
 from workers.options import WorkerOptions
 from workers.parallel_model import ParallelModel
@@ -97,7 +95,7 @@ class ExpertWorker:
         self._desk = self._new_desk()
         self._store: Any = None
         self._peers: Peers | None = None
-        self._mover: Mover | DeviceMover | None = None
+        self._mover: Movers | None = None
         self._parted: list[Peers] = []
         self._newest = -1
         self._membership = threading.RLock()
@@ -173,7 +171,7 @@ class ExpertWorker:
                 self._parted.append(met)
                 raise StaleEpochError(f"rank {rank} met under epoch {met.epoch}, but is asked to epoch {self._newest}")
             self._peers = met
-            self._mover = make_mover(
+            self._mover = make_movers(
                 self._parallel.slab,
                 peers=met,
                 blob_bytes=self.expert_bytes,

@@ -15,17 +15,18 @@ from placement.fit.sizing import CACHE_ELEMENT_BYTES, CUDA_CONTEXT_BYTES, GIB, e
 LAYER_BYTES_PER_ELEMENT = 32
 
 MIB = 1 << 20
-# Experts that move between GPUs go through so many buffers of a parcel (workers/parcels.py).
+# Experts that move between GPUs of several machines go through so many buffers of a parcel (workers/parcels.py).
 MOVING_BUFFERS, PARCEL_BYTES = 6, 64 * MIB
-# What NCCL takes for the groups of a rank (two H200: docs/multigpu.md).
-GROUPS_BYTES = 1400 * MIB
+# What NCCL takes for the exchange of a rank, and for experts that move between machines (two H200: docs/multigpu.md).
+EXCHANGE_BYTES, MOVING_BYTES = 1000 * MIB, 400 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRequest:
     """memory_bytes: what a rank may use. kv_tokens: of the KV cache, over all requests. rows: the rank's experts, of
     all layers. element_bytes: of a weight as the model computes with it; None as the checkpoint has it.
-    on_gpu: whether a CUDA context is to be counted. moves: whether other GPUs serve beside this one."""
+    on_gpu: whether a CUDA context is to be counted. machines, ranks: how many
+    serve together."""
 
     memory_bytes: float
     kv_tokens: int
@@ -35,7 +36,8 @@ class ServingRequest:
     precision: Precision
     element_bytes: int | None
     on_gpu: bool
-    moves: bool
+    machines: int
+    ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +83,9 @@ def fit_for_serving(model: Checkpoint, request: ServingRequest, folder: Path) ->
     workspace = layer + request.max_requests * vocabulary * 4
     if request.on_gpu:
         workspace += CUDA_CONTEXT_BYTES
-        if request.moves:
-            workspace += GROUPS_BYTES + MOVING_BUFFERS * max(PARCEL_BYTES, slot_bytes)
+        workspace += EXCHANGE_BYTES if request.ranks > 1 else 0
+        if request.machines > 1:
+            workspace += MOVING_BYTES + MOVING_BUFFERS * max(PARCEL_BYTES, slot_bytes)
     resident = int(model.resident_bytes * scale)
     left = request.memory_bytes - resident - kv - workspace
     fit = ServingFit(

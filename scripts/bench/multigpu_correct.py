@@ -31,7 +31,7 @@ from placement.topology import load_topology
 from workers.blob import layout_of
 from workers.epochs import EpochKeeper
 from workers.expert_layer import ExpertLayer
-from workers.movers import make_mover
+from workers.movers import make_movers
 from workers.parallel_model import ParallelModel
 from workers.peers import Peers
 from workers.recorder import Recorder, RecorderOptions
@@ -203,7 +203,7 @@ class Serving:
 
     def serve(self, groups: Peers) -> None:
         self.groups = groups
-        self.mover = make_mover(
+        self.mover = make_movers(
             self.parallel.slab,
             peers=groups,
             blob_bytes=self.kept.layout.num_bytes,

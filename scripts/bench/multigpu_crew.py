@@ -55,8 +55,13 @@ class Crew:
         if self.cuda:
             torch.cuda.set_device(rank)
 
-    def meet(self, *, rank: int | None = None, num_ranks: int | None = None, cpu: bool = False) -> peers.Peers:
-        """Form groups anew, under the next epoch; by default with everyone, over NCCL where there are GPUs."""
+    def meet(
+        self, *, rank: int | None = None, num_ranks: int | None = None, cpu: bool = False, apart: bool = False
+    ) -> peers.Peers:
+        """Form groups anew, under the next epoch; by default with everyone, over NCCL where there are GPUs.
+
+        apart: as if every rank were on a machine of its own.
+        """
         rank = self.rank if rank is None else rank
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
         epoch, self._met = self._met, self._met + 1
@@ -70,7 +75,9 @@ class Crew:
             meeting = self.mail[rank].get(timeout=120)
         self._store = store
         device = torch.device("cpu") if cpu else self.device
-        return peers.join(meeting, rank=rank, num_ranks=num_ranks, device=device, timeout_s=120, store=store)
+        return peers.join(
+            meeting, rank=rank, num_ranks=num_ranks, device=device, timeout_s=120, store=store, apart=apart
+        )
 
     def note(self, what: str, **figures: Any) -> None:
         """A row of figures, printed by rank 0."""

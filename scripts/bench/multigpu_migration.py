@@ -17,12 +17,12 @@ from placement.core import ExpertId, Slot
 from placement.migration import Move
 from placement.topology import load_topology
 from workers.host_slab import HostSlab
-from workers.mover import Mover
-from workers.movers import make_mover
+from workers.movers import make_movers
 from workers.peers import Peers
 
 GB = 1e9
-CAPS_GB = (None, 4.0, 1.0)
+# Whether through host memory, and GB/s at most.
+WAYS = ((False, None), (False, 1.0), (True, None), (True, 4.0), (True, 1.0))
 PARCEL = 5
 # The same steps take 5% to 10% more or less from one second to the next: with moves and without, by turns.
 TURNS = 7
@@ -35,7 +35,7 @@ class _Ground:
         self.crew = crew
         tiny = not crew.cuda
         self.stack = stack_of(crew, num_layers=2 if tiny else 12, num_experts=8 if tiny else 64, top_k=2 if tiny else 8)
-        self.groups = crew.meet()
+        self.groups = crew.meet(apart=True)
         self.blob = self.stack.expert_bytes
         self.slab: HostSlab = self.stack.parallel.slab
         self.epoch = 1
@@ -118,16 +118,25 @@ def move_rates(ground: _Ground, raw: dict[str, float]) -> None:
         moves = ground.moves(count, both_ways=both_ways)
         rate = _rate(ground, mover, moves)
         crew.note(f"experts move, {what}", gb_s=rate, of_raw=rate / bound, experts=count, mb=ground.blob / 1e6)
-    # What it was before: gloo over loopback, with a digest on the CPU.
-    old = crew.meet(cpu=True)
-    before = Mover(ground.slab, group=old.bulk, rank=crew.rank, blob_bytes=ground.blob)
-    crew.note("experts move, gloo (before)", gb_s=_rate(ground, before, ground.moves(16 if crew.cuda else 4)))
-    slowest(ground.groups.control, 0.0)
-    old.leave()
+    # On one machine: from the other rank's host memory, which it can see.
+    blobs = [ground.slab.blob(move.expert) for move in ground.moves(8)]
+    copies = [torch.empty_like(blob) for blob in blobs]
+    plain = seconds_of(crew, ground.groups.control, lambda: _copy_all(copies, blobs), 2)
+    memory = 8 * ground.blob / plain / GB
+    crew.note("raw: host memory to host memory", gb_s=memory)
+    near = _mover(ground, ground.groups, None, near=True)
+    rate = _rate(ground, near, ground.moves(64 if crew.cuda else 4))
+    crew.note("experts move on one machine", gb_s=rate, of_raw=rate / memory)
 
 
-def _mover(ground: _Ground, groups: Peers, cap: float | None) -> Any:
-    return make_mover(
+def _copy_all(into: list[torch.Tensor], blobs: list[torch.Tensor]) -> None:
+    for row, blob in zip(into, blobs, strict=True):
+        row.copy_(blob)
+
+
+def _mover(ground: _Ground, groups: Peers, cap: float | None, *, near: bool = False) -> Any:
+    """near: through host memory, as between ranks of one machine."""
+    movers = make_movers(
         ground.slab,
         peers=groups,
         blob_bytes=ground.blob,
@@ -135,6 +144,7 @@ def _mover(ground: _Ground, groups: Peers, cap: float | None) -> Any:
         timeout_s=60,
         max_bytes_per_s=cap,
     )
+    return movers.near if near else movers.far
 
 
 def _rate(ground: _Ground, mover: Any, moves: list[Move]) -> float:
@@ -163,8 +173,8 @@ def what_it_costs(ground: _Ground) -> None:
         for _ in range(3):
             _steps_per_s(ground, ids, batch, 0.2, None)
         seconds = 0.8 if crew.cuda else 0.3
-        for cap in CAPS_GB if crew.cuda else (0.01,):
-            mover = _mover(ground, ground.groups, None if cap is None else cap * GB)
+        for near, cap in WAYS if crew.cuda else ((False, 0.01), (True, 0.01)):
+            mover = _mover(ground, ground.groups, None if cap is None else cap * GB, near=near)
             _rate(ground, mover, ground.moves(8))
             turns = [
                 (_steps_per_s(ground, ids, batch, seconds, None)[0], *_steps_per_s(ground, ids, batch, seconds, mover))
@@ -174,6 +184,7 @@ def what_it_costs(ground: _Ground) -> None:
             losses = [1 - with_moves / without for without, with_moves, _ in turns]
             crew.note(
                 "serving while experts move",
+                way="host memory" if near else "NCCL",
                 tokens_a_rank=batch,
                 cap_gb_s=cap,
                 tokens_per_s=busy * batch * crew.num_ranks,

@@ -16,7 +16,7 @@ from tests.workers.ranks import meet, run_ranks
 from workers.device_mover import STALL_S
 from workers.handshake import Handshake
 from workers.host_slab import HostSlab
-from workers.movers import make_mover
+from workers.movers import make_movers
 from workers.peers import Peers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
@@ -36,7 +36,7 @@ def _blob(number: int) -> torch.Tensor:
 
 
 def _mover(peers: Peers, slab: HostSlab, device: torch.device, cap: float | None = None) -> Any:
-    return make_mover(slab, peers=peers, blob_bytes=BLOB, device=device, timeout_s=60, max_bytes_per_s=cap)
+    return make_movers(slab, peers=peers, blob_bytes=BLOB, device=device, timeout_s=60, max_bytes_per_s=cap)
 
 
 def _slab(rank: int, rows: int = COUNT) -> HostSlab:
@@ -59,7 +59,7 @@ def move_beside_collectives(rank: int, mail: Any) -> dict[str, Any]:
     """Rounds there and back while both ranks gather all the time, with and without a cap."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    peers = meet(rank, mail, device)
+    peers = meet(rank, mail, device, apart=True)
     slab = _slab(rank)
     movers = [_mover(peers, slab, device, cap) for cap in (None, 2e9)]
     rounds = 0
@@ -99,7 +99,7 @@ def say_no(rank: int, mail: Any) -> dict[str, Any]:
     """An epoch that differs, no room, nothing to send; a round that is in order comes after each."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    peers = meet(rank, mail, device)
+    peers = meet(rank, mail, device, apart=True)
     slab = _slab(rank, rows=16)
     mover = _mover(peers, slab, device)
     found: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def stand_still(rank: int, mail: Any) -> dict[str, Any]:
     """Rank 1 says yes to a parcel and never takes it; both gather all the time."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    peers = meet(rank, mail, device)
+    peers = meet(rank, mail, device, apart=True)
     slab = _slab(rank)
     mover = _mover(peers, slab, device)
     failure: list[str] = []

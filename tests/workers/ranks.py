@@ -49,7 +49,7 @@ def run_ranks(
     return [results.get(rank) for rank in range(num_ranks)]
 
 
-def meet(rank: int, mail: Any, device: torch.device = CPU) -> peers.Peers:
+def meet(rank: int, mail: Any, device: torch.device = CPU, *, apart: bool = False) -> peers.Peers:
     """The process groups of all ranks, on loopback."""
     torch.set_num_threads(1)
     num_ranks = len(mail)
@@ -61,7 +61,7 @@ def meet(rank: int, mail: Any, device: torch.device = CPU) -> peers.Peers:
             box.put(meeting)
     else:
         meeting = mail[rank].get(timeout=60)
-    return peers.join(meeting, rank=rank, num_ranks=num_ranks, device=device, timeout_s=60, store=store)
+    return peers.join(meeting, rank=rank, num_ranks=num_ranks, device=device, timeout_s=60, store=store, apart=apart)
 
 
 def _run(function: Callable[..., Any], rank: int, mail: Any, answers: Any, arguments: tuple[Any, ...]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from placement.core import ExpertId, Slot
+from placement.errors import MigrationError
 from placement.migration import Move
 from tests.workers.ranks import meet, run_ranks
 from workers.host_slab import HostSlab, checksum
@@ -109,18 +110,62 @@ def test_an_offer_from_elsewhere_or_of_nothing_is_not_taken() -> None:
 def test_only_a_part_of_the_rows_is_lent_and_none_twice() -> None:
     slab = _slab(*range(1, 9))
     offers = [slab.offer(ExpertId(0, number)) for number in (1, 1, 2, 3, 4)]
-    assert [offer != NOTHING for offer in offers] == [True, False, True, False, False]
-    assert sum(offer != NOTHING for offer in offers) == ROWS // LENT_ONE_IN
+    assert [offer.lends for offer in offers] == [True, False, True, False, False]
+    assert sum(offer.lends for offer in offers) == ROWS // LENT_ONE_IN
     slab.withdraw(offers[0])
-    assert slab.offer(ExpertId(0, 3)) != NOTHING
+    assert slab.offer(ExpertId(0, 3)).lends
+
+
+def test_what_is_not_lent_is_copied_from_where_it_lies() -> None:
+    lender, other = _slab(1), _slab()
+    offer = replace(lender.offer(FIRST), lends=False)
+    assert not other.adopt(FIRST, offer, checksum(_blob(1)))
+    assert not other.copy(FIRST, offer, checksum(_blob(2)))
+    assert (other.experts(), other.num_free) == (frozenset(), ROWS)
+    assert other.copy(FIRST, offer, checksum(_blob(1)))
+    lender.blob(FIRST).zero_()
+    assert other.blob(FIRST).equal(_blob(1))
+
+
+def test_a_full_slab_refuses_a_copy() -> None:
+    lender, full = _slab(1), _slab(*range(2, 2 + ROWS))
+    with pytest.raises(MigrationError, match="no room"):
+        full.copy(FIRST, replace(lender.offer(FIRST), lends=False), checksum(_blob(1)))
+
+
+def copy_round(rank: int, mail: Any) -> Any:
+    """More experts than may be lent pass from rank 0 to rank 1, which then has no room for one more."""
+    groups = meet(rank, mail)
+    slab = _slab(*range(1, 9)) if rank == 0 else _slab(*range(20, 20 + ROWS - 5))
+    mover = Mover(slab, group=groups.bulk, rank=rank, blob_bytes=BLOB)
+    moves = [Move(expert=ExpertId(0, number), source=Slot(0, 0), target=Slot(1, 0)) for number in range(1, 9)]
+    received = mover.copy_round(1, moves[:7])
+    same = all(slab.blob(ExpertId(0, number)).equal(_blob(number)) for number in range(1, 8))
+    try:
+        refused = ""
+        mover.copy_round(2, moves)
+    except MigrationError as error:
+        refused = str(error)
+    groups.leave()
+    return {"received": received, "same": same, "refused": refused, "figures": slab.figures()}
+
+
+def test_in_a_round_a_part_is_lent_and_the_rest_copied_and_no_room_is_told_to_both() -> None:
+    sender, receiver = run_ranks(copy_round, 2)
+    lent = ROWS // LENT_ONE_IN
+    assert receiver["received"] == (7 - lent) * BLOB
+    assert receiver["same"]
+    assert receiver["figures"]["experts_adopted"] == lent
+    assert "rank 1 does not take" in sender["refused"]
+    assert "no room" in receiver["refused"]
 
 
 def test_an_expert_whose_offer_was_lost_on_the_way_is_offered_again_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     slab = _slab(1)
-    assert slab.offer(FIRST) != NOTHING
-    assert slab.offer(FIRST) == NOTHING
+    assert slab.offer(FIRST).lends
+    assert not slab.offer(FIRST).lends
     monkeypatch.setattr("workers.shared_slab.OFFER_STANDS_S", 0.0)
-    assert slab.offer(FIRST) != NOTHING
+    assert slab.offer(FIRST).lends
 
 
 def test_without_memory_to_share_experts_lie_in_private_memory(monkeypatch: Any, caplog: Any) -> None:
