@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from placement.cache.policy import EvictionPolicy
 from placement.core import ExpertId
 from workers.host_slab import HostSlab
@@ -76,6 +78,11 @@ class Ahead:
         if sent:
             table.expect(sent)
             self._counters.prefetched += len(sent)
+
+    def guess(self, layer: int, count: int) -> None:
+        """Send for the experts of a layer ahead that are the most likely, given what the last layers chose."""
+        if layer < self._policy.num_layers:
+            self.prefetch(layer, np.argsort(-self._policy.chances(layer), kind="stable")[:count].tolist())
 
     def end_layer(self, layer: int) -> None:
         """A layer has run: what was fetched ahead for it and not used was wasted; its slots are like all others now."""

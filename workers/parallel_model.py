@@ -111,6 +111,7 @@ class ParallelModel:
             blob_bytes=self.layout.num_bytes,
             device=device,
             prefetch_share=PREFETCH_SHARE if prefetch else 0.0,
+            guesses=all(router is None for router in self._next_routers),
             stream_from=measure_crossover(
                 slab=self.slab,
                 layout=self.layout,

@@ -50,6 +50,7 @@ class SlotCache:
     products twice would cost more than they could overlap. stream_from: with so many missing from one layer, they
     stream through two landing groups. prefetch_share: the region of prefetches, as a share of the slots.
     link_bytes_per_s: what prefetches may count on; measured at the warm-up unless given (see `prefetch.LinkRoom`).
+    guesses: fetch ahead by the policy's model of reuse, since there is no router to ask.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class SlotCache:
         stream_from: int = STREAM_FROM,
         prefetch_share: float = PREFETCH_SHARE,
         link_bytes_per_s: float | None = None,
+        guesses: bool = False,
         memory: Memory | None = None,
     ) -> None:
         self.counters = CacheCounters(stream_from=stream_from)
@@ -74,6 +76,7 @@ class SlotCache:
         self._landing_group = landing_group
         self._one_wave = one_wave
         self._stream_from = stream_from
+        self._guesses = guesses
         self._slots = Slots(
             slab=slab,
             policy=policy,
@@ -109,13 +112,13 @@ class SlotCache:
         return len(self._slots)
 
     @property
-    def num_bytes(self) -> int:
-        return self.slots.numel()
-
-    @property
     def blob_bytes(self) -> int:
         """The size of one slot."""
         return self._slots.blob_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.blob_bytes
 
     def resident(self, layer: int) -> frozenset[int]:
         """The experts of a layer that lie in slots now, or are on their way there."""
@@ -124,8 +127,6 @@ class SlotCache:
     def whole_table(self, layer: int) -> torch.Tensor | None:
         """See `Slots.whole_table`."""
         return self._slots.whole_table(layer)
-
-    # ----------------------------------------------------------------------------------------------------- demand
 
     def waves(self, layer: int, chosen: NDArray[np.int64], foreseen: NDArray[np.int64] = NOTHING) -> Generator[Wave]:
         """Bring a step's experts through the slots. chosen [n]: their ids, -1 for one that is not here. The host slab
@@ -165,8 +166,7 @@ class SlotCache:
                 if not landing:
                     free.extend(table.victims(len(missing)))
                     landing += self._submit(layer, missing, free)
-                    if not landing:
-                        # None of them could be read.
+                    if not landing:  # None of them could be read.
                         continue
                 group = landing.popleft()
                 slots = self._slots.use(layer, group, stirring=True)
@@ -195,6 +195,8 @@ class SlotCache:
         self._policy.observe(layer, found.needed)
         if len(foreseen):
             self.ahead.prefetch(layer + 1, by_count(foreseen, self._policy.num_experts).tolist())
+        elif self._guesses and self.ahead.looks_ahead():
+            self.ahead.guess(layer + 1, len(found.needed))
 
     def _wave(self, layer: int, experts: list[int], slots: list[int], *, whole: bool) -> Wave:
         """whole: no other expert that the layer needs lies in a slot, so that the table itself says where."""
@@ -228,13 +230,6 @@ class SlotCache:
     def let_go(self) -> None:
         """No step is under way: hold nothing."""
         self._slots.table.held[:] = False
-
-    def likely(self, layer: int, count: int) -> list[int]:
-        """The experts of a layer that the policy's model of reuse thinks most likely, given what ran last."""
-        chances = self._policy.chances(layer)
-        return [int(expert) for expert in np.argsort(-chances)[:count]]
-
-    # -------------------------------------------------------------------------------------------------------- memory
 
     def forget(self, expert: ExpertId) -> None:
         """Drop an expert that this rank no longer owns."""

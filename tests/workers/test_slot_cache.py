@@ -30,7 +30,12 @@ def _slab() -> HostSlab:
 
 
 def _cache(
-    num_slots: int, *, link: Link | None = None, policy: PolicyName = PolicyName.LRU, one_wave: int = 0
+    num_slots: int,
+    *,
+    link: Link | None = None,
+    policy: PolicyName = PolicyName.LRU,
+    one_wave: int = 0,
+    guesses: bool = False,
 ) -> SlotCache:
     return SlotCache(
         slab=_slab(),
@@ -44,6 +49,7 @@ def _cache(
         stream_from=8,
         prefetch_share=0.5,
         link_bytes_per_s=math.inf,
+        guesses=guesses,
     )
 
 
@@ -156,6 +162,18 @@ def test_what_this_rank_does_not_hold_is_not_fetched_ahead() -> None:
     assert cache.counters.prefetched == 0
 
 
+def test_without_a_router_to_ask_what_followed_so_far_is_fetched_ahead() -> None:
+    cache = _cache(4, policy=PolicyName.REUSE, link=ThreadLink(bytes_per_s=1e9), guesses=True)
+    for step in range(90):
+        first = 2 * (step * step % 3 + step % 2)
+        _run(cache, 0, [first, first + 1])
+        _run(cache, 1, [first + 6, first + 7])
+    counters = cache.counters
+    assert counters.prefetched > 10
+    assert counters.prefetch_used > 0.8 * counters.prefetched
+    cache.close()
+
+
 def test_a_resized_cache_keeps_the_most_valuable_and_serves_on() -> None:
     cache = _cache(6)
     for experts in ([0, 1, 2], [1], [2]):
@@ -238,7 +256,7 @@ def test_no_race_is_lost_when_every_event_takes_a_random_time(seed: int) -> None
         experts = pick.choice(EXPERTS, rng.randint(0, EXPERTS), replace=False).tolist()
         waves = _run(cache, layer, experts, pause=delay)
         assert sorted(expert for wave in waves for expert in wave) == sorted(experts)
-        cache.ahead.prefetch((layer + 1) % LAYERS, cache.likely((layer + 1) % LAYERS, 3))
+        cache.ahead.guess((layer + 1) % LAYERS, 3)
         if rng.random() < 0.05:
             cache.resize(rng.randint(1, 12))
     cache.close()
