@@ -83,6 +83,8 @@ def fit_for_serving(model: Checkpoint, request: ServingRequest, folder: Path) ->
     workspace = layer + request.max_requests * vocabulary * 4
     if request.on_gpu:
         workspace += CUDA_CONTEXT_BYTES
+        # Transformers keeps a mask of a batch's tokens by those of the cache and its own.
+        workspace += int(request.max_batch_tokens * (request.kv_tokens + request.max_batch_tokens) * element_bytes)
         workspace += EXCHANGE_BYTES if request.ranks > 1 else 0
         if request.machines > 1:
             workspace += MOVING_BYTES + MOVING_BUFFERS * max(PARCEL_BYTES, slot_bytes)

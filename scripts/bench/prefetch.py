@@ -34,6 +34,7 @@ from placement.topology import load_topology
 from workers.foresight import NextRouter, next_routers
 from workers.loading import load_model, shape_of
 from workers.options import RecorderOptions, WorkerOptions
+from workers.prefetch import PrefetchTrial
 from workers.requests import GenerationRequest
 from workers.seam import experts_modules
 from workers.worker import ExpertWorker
@@ -50,6 +51,13 @@ def start(options: WorkerOptions) -> ExpertWorker:
     worker = ExpertWorker(options, rank=0, topology=topology, placement=placement)
     worker.join(worker.open_rendezvous(host="127.0.0.1", interface="lo"))
     return worker
+
+
+class NoTrial(PrefetchTrial):
+    """Fetches ahead whatever it costs, as far as the other limits allow."""
+
+    def wants(self, step: int) -> bool:
+        return True
 
 
 def serve(worker: ExpertWorker, prompts: list[tuple[int, ...]], turn: int) -> tuple[dict[int, list[int]], float]:
@@ -116,12 +124,15 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     prompts = [tuple(tokenizer(text)["input_ids"][:64]) for text in texts]
     figures: dict[str, Any] = {"router_asked_early": foresight(base, prompts), "batches": {}}
     for batch in options.batch:
-        figures["batches"][batch] = compare(base, prompts[:batch], options.turns)
+        figures["batches"][batch] = compare(base, prompts[:batch], options.turns, always=options.always)
     return figures
 
 
-def compare(base: WorkerOptions, prompts: list[tuple[int, ...]], turns: int) -> dict[str, Any]:
+def compare(base: WorkerOptions, prompts: list[tuple[int, ...]], turns: int, *, always: bool) -> dict[str, Any]:
     workers = {name: start(replace(base, prefetch=name == "with")) for name in ("without", "with")}
+    if always:
+        hooks: Any = workers["with"]._engine._hooks  # type: ignore[union-attr]
+        hooks._trial = NoTrial()
     rates: dict[str, list[float]] = {name: [] for name in workers}
     differing = 0
     expected: dict[int, list[int]] = {}
@@ -180,6 +191,7 @@ def main() -> None:
     parser.add_argument("--cache-share", type=float, default=0.4)
     parser.add_argument("--prompts", type=int, default=32, help="of the demo's, at most 64 tokens of each")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--always", action="store_true", help="without the trial that turns off what does not pay")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--out", type=Path, default=None, help="write the figures as JSON")
     options = parser.parse_args()
@@ -188,6 +200,7 @@ def main() -> None:
     figures |= {
         "link_gbs": options.link_gbs,
         "cache_share": options.cache_share,
+        "always": options.always,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, link in software",
         "commit": subprocess.run(

@@ -10,6 +10,9 @@ import pytest
 from cluster.config import ClusterConfig, config_from_dict
 from cluster.sizing import sized_options
 from placement.errors import ConfigError
+from placement.fit.checkpoint import read_checkpoint
+from placement.fit.precision import Precision
+from placement.fit.serving import ServingRequest, fit_for_serving
 from placement.topology import load_topology
 from workers.options import WorkerOptions
 
@@ -84,3 +87,22 @@ def test_a_kv_cache_can_go_to_host_memory_from_a_gpu_alone() -> None:
     with pytest.raises(ConfigError, match=r"workers.kv_offload_gb is 2.0, but the workers' device is 'cpu'"):
         sized_options(config, TOPOLOGY, "cpu", lambda text: None)
     assert sized_options(config, TOPOLOGY, "cuda", lambda text: None).kv_offload_gb == 2.0
+
+
+def test_on_a_gpu_the_attention_mask_of_a_long_context_is_counted() -> None:
+    def workspace(kv_tokens: int) -> int:
+        request = ServingRequest(
+            memory_bytes=8e9,
+            kv_tokens=kv_tokens,
+            max_batch_tokens=256,
+            max_requests=64,
+            rows=ROWS,
+            precision=Precision.STORED,
+            element_bytes=2,
+            on_gpu=True,
+            ranks=1,
+            machines=1,
+        )
+        return fit_for_serving(read_checkpoint(MODEL), request, MODEL).workspace_bytes
+
+    assert workspace(65_536) - workspace(16_384) == 256 * (65_536 - 16_384) * 2
