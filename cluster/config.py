@@ -58,7 +58,7 @@ class WorkerConfig(_Strict):
     disk_path: Path | None = Field(default=None, strict=False)
     kv_page_size: int = Field(default=32, ge=4)
     kv_pages: int = Field(default=512, ge=2)
-    kv_offload_gb: float = Field(default=0.0, ge=0)
+    kv_offload_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     max_batch_tokens: int = Field(default=256, ge=1)
     max_requests: int = Field(default=64, ge=1)
     threads: int = Field(default=1, ge=1)
