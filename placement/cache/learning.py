@@ -19,8 +19,8 @@ from placement.cache.reuse import (
     LOOK_BACK,
     LOOK_BACK_DECAY,
     ReuseState,
-    add_context,
     chance_of,
+    logits_at,
     scale_for,
 )
 
@@ -61,12 +61,8 @@ def scatter(clock: int) -> int:
 @njit(cache=True)
 def _learn_near(state: ReuseState, clock: int, layer: int, outcome: NDArray[Any], distance: int) -> None:
     cutoff = clock - distance
-    error = state.near_bias[layer].copy()
-    for kind in range(len(DECAYS)):
-        share, feature = state.near_weight[distance - 1, kind], state.features[layer, kind]
-        for expert in range(len(error)):
-            error[expert] += share * feature[expert]
-    add_context(state, cutoff, layer, distance, error)
+    error = np.empty_like(state.near_bias[layer])
+    logits_at(state, cutoff, layer, distance, error)
     for expert in range(len(error)):
         error[expert] = chance_of(error[expert]) - outcome[expert]
     _step_linear(state, layer, distance, error)

@@ -77,7 +77,12 @@ def discount_for(share: float) -> float:
 @njit(cache=True)
 def near_logits(state: ReuseState, clock: int, now: int, layer: int, logits: NDArray[Any]) -> None:
     """The near model's logits [E] of a layer's experts, while layer `now` runs as number `clock`: written to logits."""
-    distance = layers_until(state.used.shape[0], now, layer)
+    logits_at(state, clock, layer, layers_until(state.used.shape[0], now, layer), logits)
+
+
+@njit(cache=True)
+def logits_at(state: ReuseState, clock: int, layer: int, distance: int, logits: NDArray[Any]) -> None:
+    """The same for a layer that runs `distance` layers after number `clock`."""
     logits[:] = state.near_bias[layer]
     for kind in range(len(DECAYS)):
         weight = state.near_weight[distance - 1, kind]

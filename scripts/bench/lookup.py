@@ -30,40 +30,21 @@ from placement.cache.stream import make_stream
 from placement.core import ExpertId
 from placement.trace import RoutingTrace, load_trace
 from workers.host_slab import HostSlab
-from workers.links import Arrival, Fence, Pair
+from workers.links import Arrival, DirectLink, Fence, Pair
 from workers.slot_cache import SlotCache
 
 BLOB = 256
 FIT_STEPS, WARM_STEPS = 3000, 50
 
 
-class _Done:
-    number = 0
-
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
-
-    def finish(self) -> None:
-        return
-
-
-class FreeLink:
+class FreeLink(DirectLink):
     """Copies nothing and takes no time: what is left is the cache's own."""
 
     overlaps = True
     defers = True
 
     def copy(self, pairs: Sequence[Pair], *, after: Fence | None, urgent: bool) -> Arrival:
-        return _Done()
-
-    def fence(self) -> Fence:
-        return _Done()
-
-    def close(self) -> None:
-        return
+        return super().copy((), after=after, urgent=urgent)
 
 
 def microseconds(action: Callable[[], Any], repeats: int = 300) -> float:

@@ -6,7 +6,6 @@ import http.client
 import ipaddress
 import json
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,14 +32,6 @@ PROMPTS = [
 ]
 CHAT: Any = [{"role": "system", "content": "Answer in code."}, {"role": "user", "content": "import numpy as"}]
 NEW = 24
-
-
-@pytest.fixture(scope="module")
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-        return number
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import os
 import queue
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -62,6 +63,25 @@ def meet(rank: int, mail: Any, device: torch.device = CPU, *, apart: bool = Fals
     else:
         meeting = mail[rank].get(timeout=60)
     return peers.join(meeting, rank=rank, num_ranks=num_ranks, device=device, timeout_s=60, store=store, apart=apart)
+
+
+def meet_in_threads(num_ranks: int, *, epoch: int) -> list[peers.Peers]:
+    """The process groups of ranks that are threads of this process."""
+    store = peers.open_store(host=peers.LOOPBACK, num_ranks=num_ranks, timeout_s=20)
+    meeting = peers.Rendezvous(host=peers.LOOPBACK, port=store.port, interface="lo", epoch=epoch)
+
+    def join(rank: int) -> peers.Peers:
+        own = store if rank == 0 else None
+        return peers.join(meeting, rank=rank, num_ranks=num_ranks, device=CPU, timeout_s=20, store=own)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(join, range(num_ranks)))
+
+
+def both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Future[Any], Future[Any]]:
+    """Two calls at the same time, ended."""
+    with ThreadPoolExecutor(2) as pool:
+        return pool.submit(first), pool.submit(second)
 
 
 def _run(function: Callable[..., Any], rank: int, mail: Any, answers: Any, arguments: tuple[Any, ...]) -> None:

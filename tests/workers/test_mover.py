@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from placement.core import ExpertId, Slot
 from placement.errors import ExchangeError, MigrationError, StaleEpochError
 from placement.migration import Move
+from tests.workers.ranks import both, meet_in_threads
 from workers import peers
 from workers.host_slab import HostSlab
 from workers.mover import Mover
@@ -29,15 +29,7 @@ def _blob(value: int) -> torch.Tensor:
 
 @pytest.fixture
 def groups() -> Iterator[list[peers.Peers]]:
-    store = peers.open_store(host=peers.LOOPBACK, num_ranks=2, timeout_s=20)
-    meeting = peers.Rendezvous(host=peers.LOOPBACK, port=store.port, interface="lo", epoch=7)
-
-    def join(rank: int) -> peers.Peers:
-        own = store if rank == 0 else None
-        return peers.join(meeting, rank=rank, num_ranks=2, device=torch.device("cpu"), timeout_s=20, store=own)
-
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(join, range(2)))
+    found = meet_in_threads(2, epoch=7)
     yield found
     for group in found:
         group.leave()
@@ -54,14 +46,9 @@ def _slabs() -> tuple[HostSlab, HostSlab]:
     return source, target
 
 
-def _both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Future[Any], Future[Any]]:
-    with ThreadPoolExecutor(2) as pool:
-        return pool.submit(first), pool.submit(second)
-
-
 def test_experts_arrive_whole(groups: list[peers.Peers]) -> None:
     source, target = _slabs()
-    sent, got = _both(
+    sent, got = both(
         lambda: _mover(groups[0], source).copy_round(9, MOVES), lambda: _mover(groups[1], target).copy_round(9, MOVES)
     )
     assert (sent.result(), got.result()) == (0, 2 * BLOB)
@@ -79,7 +66,7 @@ def test_a_round_of_many_experts_each_way_arrives_whole(groups: list[peers.Peers
     for move in moves:
         slabs[move.source.rank].add(move.expert, _blob(100 * move.expert.layer + move.expert.expert))
     slabs[1].add(ExpertId(0, 3), _blob(3))
-    ends = _both(*(partial(_mover(groups[rank], slabs[rank]).copy_round, 9, moves) for rank in range(2)))
+    ends = both(*(partial(_mover(groups[rank], slabs[rank]).copy_round, 9, moves) for rank in range(2)))
     assert [end.result() for end in ends] == [20 * BLOB, 19 * BLOB]
     for move in moves:
         assert slabs[move.target.rank].blob(move.expert).equal(_blob(100 * move.expert.layer + move.expert.expert))
@@ -87,7 +74,7 @@ def test_a_round_of_many_experts_each_way_arrives_whole(groups: list[peers.Peers
 
 def test_what_is_sent_for_another_epoch_is_refused(groups: list[peers.Peers]) -> None:
     source, target = _slabs()
-    _, got = _both(
+    _, got = both(
         lambda: _mover(groups[0], source).copy_round(8, MOVES[:1]),
         lambda: _mover(groups[1], target).copy_round(9, MOVES[:1]),
     )
@@ -99,7 +86,7 @@ def test_what_is_sent_for_another_epoch_is_refused(groups: list[peers.Peers]) ->
 def test_an_expert_that_is_here_already_is_not_taken_twice(groups: list[peers.Peers]) -> None:
     source, target = _slabs()
     target.add(FIRST, _blob(3))
-    _, got = _both(
+    _, got = both(
         lambda: _mover(groups[0], source).copy_round(9, MOVES), lambda: _mover(groups[1], target).copy_round(9, MOVES)
     )
     assert got.result() == BLOB
@@ -109,7 +96,7 @@ def test_an_expert_that_is_here_already_is_not_taken_twice(groups: list[peers.Pe
 def test_a_rank_sends_no_faster_than_its_cap(groups: list[peers.Peers]) -> None:
     source, target = _slabs()
     start = time.monotonic()
-    _both(
+    both(
         lambda: _mover(groups[0], source, max_bytes_per_s=4 * BLOB).copy_round(9, MOVES),
         lambda: _mover(groups[1], target).copy_round(9, MOVES),
     )
@@ -119,7 +106,7 @@ def test_a_rank_sends_no_faster_than_its_cap(groups: list[peers.Peers]) -> None:
 def test_a_rank_that_leaves_waits_no_longer_for_an_expert(groups: list[peers.Peers]) -> None:
     _, target = _slabs()
     start = time.monotonic()
-    got, _ = _both(lambda: _mover(groups[1], target).copy_round(9, MOVES), lambda: (time.sleep(0.3), groups[1].leave()))
+    got, _ = both(lambda: _mover(groups[1], target).copy_round(9, MOVES), lambda: (time.sleep(0.3), groups[1].leave()))
     with pytest.raises(MigrationError, match="left the group"):
         got.result()
     assert time.monotonic() - start < 10
@@ -129,7 +116,7 @@ def test_a_rank_that_leaves_waits_no_longer_for_an_expert(groups: list[peers.Pee
 def test_a_rank_that_leaves_waits_no_longer_for_a_step(groups: list[peers.Peers]) -> None:
     votes = torch.zeros(1, dtype=torch.int64)
     start = time.monotonic()
-    got, _ = _both(lambda: groups[0].control.all_reduce_max(votes), lambda: (time.sleep(0.3), groups[0].leave()))
+    got, _ = both(lambda: groups[0].control.all_reduce_max(votes), lambda: (time.sleep(0.3), groups[0].leave()))
     with pytest.raises(ExchangeError, match="left the group"):
         got.result()
     assert time.monotonic() - start < 10
@@ -140,10 +127,10 @@ def test_a_rank_that_leaves_waits_no_longer_for_a_step(groups: list[peers.Peers]
 def test_an_expert_that_the_source_does_not_hold_is_named_on_both_ends(groups: list[peers.Peers]) -> None:
     empty, target = (HostSlab(capacity=1, blob_bytes=BLOB) for _ in range(2))
     start = time.monotonic()
-    both = _both(
+    ends = both(
         lambda: _mover(groups[0], empty).copy_round(9, MOVES), lambda: _mover(groups[1], target).copy_round(9, MOVES)
     )
-    for each in both:
+    for each in ends:
         with pytest.raises(MigrationError, match="has no copy of"):
             each.result()
     assert time.monotonic() - start < 10
