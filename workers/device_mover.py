@@ -32,10 +32,10 @@ from workers.parcels import HEAD_BYTES, RING, Loading, Parcel, ParcelRing, blobs
 # A parcel takes milliseconds. One that stands still may hold up who serves; its kernels are ended then.
 STALL_S = 10.0
 # So many wait for their turn, loaded or being loaded, where nothing holds the link back.
-MOST_LOADING = 3
+MOST_LOADING = 2
 logger = logging.getLogger(__name__)
-# Each look takes the interpreter from the thread that serves, so looks become rarer.
-FIRST_LOOK_S, LONGEST_LOOK_S, SLOWER, LAST_LOOK_S = 2e-4, 8e-3, 1.5, 5.0
+# Each look takes the interpreter from the thread that serves, so looks become rarer; not where speed is what counts.
+FIRST_LOOK_S, LONGEST_LOOK_S, LONGEST_UNCAPPED_S, SLOWER, LAST_LOOK_S = 2e-4, 8e-3, 3e-4, 1.5, 5.0
 
 
 class DeviceMover:
@@ -211,7 +211,7 @@ class DeviceMover:
                 self._group.leave()
                 break
             time.sleep(pause_s)
-            pause_s = min(LONGEST_LOOK_S, pause_s * SLOWER)
+            pause_s = min(LONGEST_LOOK_S if self._is_capped else LONGEST_UNCAPPED_S, pause_s * SLOWER)
         if self._group.has_left:
             # What NCCL breaks off looks done on its stream.
             why = "the transfer was broken off; experts move again once the ranks have met anew"

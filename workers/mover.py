@@ -9,8 +9,10 @@ machine; else it has it sent. It counts only where the receiver waits for that v
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from enum import IntEnum
 
@@ -30,6 +32,8 @@ NOTHING_COMES = (1 << 64) - 1
 # Each message wakes threads at both ends, which take the interpreter from those that serve. The blobs of a run stay in
 # their places until it is over, for which the smallest slab must have the rows.
 MOST_IN_A_RUN = 8
+# One thread copies and adds up a fraction of what memory can give. Where there are few cores, serving needs them.
+MOST_COPIERS, CORES_A_COPIER = 4, 4
 
 
 class Answer(IntEnum):
@@ -44,17 +48,23 @@ class Answer(IntEnum):
 
 
 class Pace:
-    """Waits so long before each blob that no more than max_bytes_per_s are sent; None is no limit."""
+    """No more than max_bytes_per_s; None is no limit. Blobs that belong together, up to `together` of them, may go at
+    once: what was not used of the time before them counts for them."""
 
-    def __init__(self, blob_bytes: int, max_bytes_per_s: float | None) -> None:
+    def __init__(self, blob_bytes: int, max_bytes_per_s: float | None, *, together: int = 1) -> None:
         self._pause_s = 0.0 if max_bytes_per_s is None else blob_bytes / max_bytes_per_s
+        self._unused_s = (together - 1) * self._pause_s
         self._next_send = 0.0
 
     def keep(self) -> None:
-        now = time.monotonic()
-        if self._next_send > now:
-            time.sleep(self._next_send - now)
-        self._next_send = max(now, self._next_send) + self._pause_s
+        """Wait until the next blob may be sent; or, after it was, until one may have been."""
+        time.sleep(self.wait_s(time.monotonic()))
+
+    def wait_s(self, now: float) -> float:
+        """How long to wait for the next blob."""
+        due = max(now - self._unused_s, self._next_send)
+        self._next_send = due + self._pause_s
+        return max(0.0, due - now)
 
 
 class Mover:
@@ -70,7 +80,7 @@ class Mover:
         self._group = group
         self._rank = rank
         self._blob_bytes = blob_bytes
-        self._pace = Pace(blob_bytes, max_bytes_per_s)
+        self._pace = Pace(blob_bytes, max_bytes_per_s, together=MOST_IN_A_RUN)
 
     def copy_round(self, epoch: int, moves: Sequence[Move]) -> int:
         """Do this rank's moves of a round to an epoch, in order. Returns the bytes received.
@@ -78,25 +88,26 @@ class Mover:
         Raises MigrationError, and StaleEpochError where a peer moves to another epoch.
         """
         received = 0
-        for run in runs(moves, self._rank):
-            source, target = run[0].source.rank, run[0].target.rank
-            try:
-                if source == self._rank:
-                    self._send(epoch, run)
-                else:
-                    received += self._receive(epoch, run)
-            except ExchangeError as error:
-                raise MigrationError(f"copying {_named(run)} to rank {target} failed: {error}") from error
+        with ThreadPoolExecutor(num_copiers(), thread_name_prefix="expert-copy") as copiers:
+            for run in runs(moves, self._rank):
+                source, target = run[0].source.rank, run[0].target.rank
+                try:
+                    if source == self._rank:
+                        self._send(epoch, run, copiers)
+                    else:
+                        received += self._receive(epoch, run, copiers)
+                except ExchangeError as error:
+                    raise MigrationError(f"copying {_named(run)} to rank {target} failed: {error}") from error
         return received
 
-    def _send(self, epoch: int, run: Sequence[Move]) -> None:
+    def _send(self, epoch: int, run: Sequence[Move], copiers: Executor) -> None:
         target = run[0].target.rank
         with ExitStack() as held:
             blobs = [self._hold(move, len(run), held) for move in run]
             offers = [self._slab.offer(move.expert) for move in run]
             heads = [
-                epoch.to_bytes(EPOCH_BYTES, "big") + checksum(blob) + offer.pack()
-                for blob, offer in zip(blobs, offers, strict=True)
+                epoch.to_bytes(EPOCH_BYTES, "big") + digest + offer.pack()
+                for digest, offer in zip(copiers.map(checksum, blobs), offers, strict=True)
             ]
             self._group.send(torch.frombuffer(bytearray(b"".join(heads)), dtype=torch.uint8), target)
             said = torch.zeros(len(run), dtype=torch.uint8)
@@ -121,7 +132,7 @@ class Mover:
             self._group.send(torch.frombuffer(bytearray(head * num_heads), dtype=torch.uint8), move.target.rank)
             raise MigrationError(f"rank {self._rank} has no copy of {move.expert} to send: {error}") from error
 
-    def _receive(self, epoch: int, run: Sequence[Move]) -> int:
+    def _receive(self, epoch: int, run: Sequence[Move], copiers: Executor) -> int:
         """The bytes that came: none where experts are here already, as they may be after a move that was broken off."""
         source = run[0].source.rank
         message = torch.empty(len(run) * HEAD_BYTES, dtype=torch.uint8)
@@ -138,9 +149,9 @@ class Mover:
                 )
         answers: list[Answer] = []
         refusal: MigrationError | None = None
-        for move, head in zip(run, heads, strict=True):
+        for pending in [copiers.submit(self._answer, move, head) for move, head in zip(run, heads, strict=True)]:
             try:
-                answers.append(self._answer(move, head))
+                answers.append(pending.result())
             except MigrationError as error:
                 answers.append(Answer.REFUSED)
                 refusal = error
@@ -177,6 +188,11 @@ def runs(moves: Sequence[Move], rank: int) -> Iterator[tuple[Move, ...]]:
         left = tuple(way)
         for start in range(0, len(left), MOST_IN_A_RUN):
             yield left[start : start + MOST_IN_A_RUN]
+
+
+def num_copiers() -> int:
+    """Threads of a round on this machine."""
+    return max(1, min(MOST_COPIERS, len(os.sched_getaffinity(0)) // CORES_A_COPIER))
 
 
 def _named(run: Sequence[Move]) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from placement.migration import Move
 
-RING = 5
+RING = 6
 PARCEL_BYTES, MOST_BLOBS = 64 << 20, 8
 # In front of each blob, as much as blobs are aligned to: its checksum as sent, and as it came.
 HEAD_BYTES = 256

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from workers.device_mover import STALL_S
 from workers.handshake import Handshake
 from workers.host_slab import HostSlab
 from workers.movers import make_movers
+from workers.parcels import blobs_in_parcel, parcels
 from workers.peers import Peers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
@@ -119,7 +121,7 @@ def say_no(rank: int, mail: Any) -> dict[str, Any]:
 
 
 def stand_still(rank: int, mail: Any) -> dict[str, Any]:
-    """Rank 1 says yes to a parcel and never takes it; both gather all the time."""
+    """Rank 1 says yes to parcels and takes none; both gather all the time."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     peers = meet(rank, mail, device, apart=True)
@@ -129,9 +131,13 @@ def stand_still(rank: int, mail: Any) -> dict[str, Any]:
 
     def move() -> None:
         if rank == 0:
-            failure.append(_failure(mover, 3, _moves(1)))
-        else:
-            Handshake(peers.signals, rank=1, most=1).take(3, _moves(1)[0], lambda: None)
+            failure.append(_failure(mover, 3, _moves(COUNT)))
+            return
+        # NCCL itself has room for the first parcels, so that those seem to be taken.
+        handshake = Handshake(peers.signals, rank=1, most=1)
+        with suppress(MoetisError):
+            for parcel in parcels(_moves(COUNT), 1, blobs_in_parcel(BLOB)):
+                handshake.take(3, parcel[0], lambda: None)
 
     thread = threading.Thread(target=move)
     thread.start()
@@ -145,8 +151,8 @@ def stand_still(rank: int, mail: Any) -> dict[str, Any]:
         slowest = max(slowest, time.monotonic() - begun)
         unfinished.fill_(int(time.monotonic() < deadline))
         peers.control.all_reduce_max(unfinished)
-    thread.join(timeout=60)
     peers.leave()
+    thread.join(timeout=60)
     return {"failure": failure, "slowest": slowest}
 
 

@@ -16,7 +16,7 @@ from placement.migration import Move
 from tests.workers.ranks import both, meet_in_threads
 from workers import peers
 from workers.host_slab import HostSlab
-from workers.mover import Mover
+from workers.mover import MOST_IN_A_RUN, Mover, Pace
 
 BLOB = 4096
 FIRST, SECOND = ExpertId(0, 0), ExpertId(0, 1)
@@ -94,13 +94,34 @@ def test_an_expert_that_is_here_already_is_not_taken_twice(groups: list[peers.Pe
 
 
 def test_a_rank_sends_no_faster_than_its_cap(groups: list[peers.Peers]) -> None:
-    source, target = _slabs()
+    source, target = (HostSlab(capacity=MOST_IN_A_RUN + 4, blob_bytes=BLOB) for _ in range(2))
+    moves = [Move(expert=ExpertId(0, number), source=Slot(0, 0), target=Slot(1, 0)) for number in range(12)]
+    for move in moves:
+        source.add(move.expert, _blob(move.expert.expert))
     start = time.monotonic()
     both(
-        lambda: _mover(groups[0], source, max_bytes_per_s=4 * BLOB).copy_round(9, MOVES),
-        lambda: _mover(groups[1], target).copy_round(9, MOVES),
+        lambda: _mover(groups[0], source, max_bytes_per_s=16 * BLOB).copy_round(9, moves),
+        lambda: _mover(groups[1], target).copy_round(9, moves),
     )
     assert time.monotonic() - start >= 0.25
+    assert len(target.experts()) == 12
+
+
+def test_a_pace_waits_for_each_blob() -> None:
+    pace = Pace(100, 50.0)
+    assert [pace.wait_s(now) for now in (10.0, 12.0, 13.0, 20.0)] == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_blobs_that_belong_together_may_use_the_time_before_them() -> None:
+    pace = Pace(100, 50.0, together=3)
+    assert [pace.wait_s(10.0) for _ in range(5)] == [0.0, 0.0, 0.0, 2.0, 4.0]
+    # Copying took as long as the pace asks for: nothing more is waited for.
+    assert [pace.wait_s(now) for now in (16.0, 18.0)] == [0.0, 0.0]
+
+
+def test_without_a_cap_there_is_nothing_to_wait_for() -> None:
+    pace = Pace(100, None)
+    assert [pace.wait_s(10.0) for _ in range(20)] == [0.0] * 20
 
 
 def test_a_rank_that_leaves_waits_no_longer_for_an_expert(groups: list[peers.Peers]) -> None:
