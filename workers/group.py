@@ -17,6 +17,7 @@ from placement.errors import ExchangeError
 
 # How long a rank waits before it looks whether it is to leave. Nothing is lost by waiting again.
 _LOOK_UP = timedelta(seconds=0.2)
+_Outcome = queue.SimpleQueue[RuntimeError | None]
 
 
 class Group:
@@ -33,6 +34,7 @@ class Group:
         self._is_on_stream = is_on_stream
         self._left = threading.Event()
         self._unfinished: list[Callable[[], bool]] = []
+        self._transfers = _Transfers(timeout_s)
         self.waiting = False
         self.moved_at = time.monotonic()
 
@@ -103,6 +105,7 @@ class Group:
     def leave(self) -> None:
         """Break off what waits here; every later call fails."""
         self._left.set()
+        self._transfers.end()
         if hasattr(self._backend, "abort"):
             self._backend.abort()
 
@@ -142,25 +145,14 @@ class Group:
         if self._is_on_stream:
             self._finish(lambda: self._as_one(start))
             return
-        self.check()
-        outcome: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
-
-        def wait() -> None:
-            try:
-                start().wait(timedelta(seconds=self._timeout_s))
-                outcome.put(None)
-            except RuntimeError as error:
-                outcome.put(error)
-
-        thread = threading.Thread(target=wait, name="transfer", daemon=True)
-        thread.start()
+        outcome = self._transfers.begin(start)
         while True:
             try:
                 error = outcome.get(timeout=_LOOK_UP.total_seconds())
                 break
             except queue.Empty:
                 if self._left.is_set():
-                    self._unfinished.append(lambda: not thread.is_alive())
+                    self._unfinished.append(lambda: not outcome.empty())
                     raise ExchangeError("this rank has left the group") from None
         if error is not None:
             raise ExchangeError(first_line(error)) from error
@@ -178,6 +170,45 @@ class Group:
             # It failed, or it ended just after the wait for it did: it tells which.
             work.wait(_LOOK_UP)
         return True
+
+
+class _Transfers:
+    """A thread that waits for one transfer after another, from the first one on: a new one for each takes longer than
+    the transfer of a few bytes."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        self._lock = threading.Lock()
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], _Outcome] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    def begin(self, start: Callable[[], Any]) -> _Outcome:
+        """Where its outcome will be: None, or what went wrong."""
+        outcome: _Outcome = queue.SimpleQueue()
+        with self._lock:
+            if self._ended:
+                raise ExchangeError("this rank has left the group")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._wait, name="transfers", daemon=True)
+                self._thread.start()
+            self._asked.put((start, outcome))
+        return outcome
+
+    def end(self) -> None:
+        """Begin none any more. The thread ends after the one that it waits for."""
+        with self._lock:
+            self._ended = True
+            self._asked.put(None)
+
+    def _wait(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            start, outcome = asked
+            try:
+                start().wait(self._timeout)
+                outcome.put(None)
+            except RuntimeError as error:
+                outcome.put(error)
 
 
 def first_line(error: RuntimeError) -> str:

@@ -9,6 +9,7 @@ machine; else it has it sent. It counts only where the receiver waits for that v
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -32,8 +33,9 @@ NOTHING_COMES = (1 << 64) - 1
 # Each message wakes threads at both ends, which take the interpreter from those that serve. The blobs of a run stay in
 # their places until it is over, for which the smallest slab must have the rows.
 MOST_IN_A_RUN = 8
-# One thread copies and adds up a fraction of what memory can give. Where there are few cores, serving needs them.
-MOST_COPIERS, CORES_A_COPIER = 4, 4
+# One thread copies and adds up a fraction of what memory can give; more than a cap needs would only disturb, and where
+# there are few cores, serving needs them.
+MOST_COPIERS, CORES_A_COPIER, COPIER_BYTES_PER_S = 4, 4, 2e9
 
 
 class Answer(IntEnum):
@@ -81,6 +83,7 @@ class Mover:
         self._rank = rank
         self._blob_bytes = blob_bytes
         self._pace = Pace(blob_bytes, max_bytes_per_s, together=MOST_IN_A_RUN)
+        self._copiers = num_copiers(max_bytes_per_s)
 
     def copy_round(self, epoch: int, moves: Sequence[Move]) -> int:
         """Do this rank's moves of a round to an epoch, in order. Returns the bytes received.
@@ -88,7 +91,7 @@ class Mover:
         Raises MigrationError, and StaleEpochError where a peer moves to another epoch.
         """
         received = 0
-        with ThreadPoolExecutor(num_copiers(), thread_name_prefix="expert-copy") as copiers:
+        with ThreadPoolExecutor(self._copiers, thread_name_prefix="expert-copy") as copiers:
             for run in runs(moves, self._rank):
                 source, target = run[0].source.rank, run[0].target.rank
                 try:
@@ -190,9 +193,12 @@ def runs(moves: Sequence[Move], rank: int) -> Iterator[tuple[Move, ...]]:
             yield left[start : start + MOST_IN_A_RUN]
 
 
-def num_copiers() -> int:
+def num_copiers(max_bytes_per_s: float | None) -> int:
     """Threads of a round on this machine."""
-    return max(1, min(MOST_COPIERS, len(os.sched_getaffinity(0)) // CORES_A_COPIER))
+    most = min(MOST_COPIERS, len(os.sched_getaffinity(0)) // CORES_A_COPIER)
+    if max_bytes_per_s is not None:
+        most = min(most, math.ceil(max_bytes_per_s / COPIER_BYTES_PER_S))
+    return max(1, most)
 
 
 def _named(run: Sequence[Move]) -> str:

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
 
 from placement.core import ExpertId
 from workers.host_slab import HostSlab, checksum
@@ -35,7 +34,6 @@ LENT_ONE_IN = 8
 FREE, OFFERED = 0, -1
 # Who takes an offer does so at once; one that nobody has taken by then was lost on the way.
 OFFER_STANDS_S = 300.0
-PIECE_BYTES = 512 << 10
 
 
 class SharedSlab(HostSlab):
@@ -143,7 +141,8 @@ class SharedSlab(HostSlab):
         if rows is None:
             return False
         here = self.claim(expert)
-        if _copied(here, rows.blobs[offer.row]) != digest:
+        here.copy_(rows.blobs[offer.row])
+        if checksum(here) != digest:
             self.release(expert)
             return False
         self.publish(expert)
@@ -204,15 +203,6 @@ class _Rows:
         flat = torch.frombuffer(mapping, dtype=torch.uint8)[:size] if size else torch.empty(0, dtype=torch.uint8)
         self.blobs = prepare(flat, blob_bytes, pin=pin, touch=touch)
         self.borrowers = np.frombuffer(mapping, np.int64, rows, _file_bytes(rows, blob_bytes) - _table_bytes(rows))
-
-
-def _copied(here: torch.Tensor, there: torch.Tensor) -> bytes:
-    """Copy a blob; the checksum of the copy. Each piece is added up while the processor's cache still has it."""
-    added = xxhash.xxh3_128()
-    for target, source in zip(torch.split(here, PIECE_BYTES), torch.split(there, PIECE_BYTES), strict=True):
-        target.copy_(source)
-        added.update(target.numpy().data)
-    return added.digest()
 
 
 def shared_slab(*, capacity: int, blob_bytes: int, pin: bool) -> HostSlab:

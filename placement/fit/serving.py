@@ -17,7 +17,7 @@ LAYER_BYTES_PER_ELEMENT = 32
 MIB = 1 << 20
 # Experts that move between GPUs of several machines go through so many buffers of a parcel, and are added up in one
 # more (workers/parcels.py).
-MOVING_BUFFERS, PARCEL_BYTES = 6 + 1, 64 * MIB
+MOVING_BUFFERS, PARCEL_BYTES = 4 + 1, 128 * MIB
 # What NCCL takes for the exchange of a rank, and for experts that move between machines (two H200: docs/multigpu.md).
 EXCHANGE_BYTES, MOVING_BYTES = 1000 * MIB, 400 * MIB
 
