@@ -6,9 +6,9 @@ it costs a pass through the GPU's own memory, some 77 times faster than the link
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from workers.blob import BlobLayout
@@ -29,28 +29,30 @@ class Bank:
         if slots.device.type == "cuda" and not layout.is_quantised:
             self._in_place = SlotExperts(module, layout.views(slots))
 
-    def forward(self, hidden: torch.Tensor, slots: torch.Tensor, slots_here: NDArray[np.int64]) -> torch.Tensor:
-        """hidden [n, H], slots [n], on the device and as the host knows them -> [n, H].
+    def forward(
+        self, hidden: torch.Tensor, slots: torch.Tensor, used: Sequence[int], counts: Sequence[int]
+    ) -> torch.Tensor:
+        """hidden [n, H], slots [n] in ascending order -> [n, H]. used: which slots these are, as the host knows them;
+        counts: how many rows each has.
 
         On a GPU nothing is copied where nothing is quantised; empty groups cost nothing there. On a CPU the grouped
         product takes its time for each group, empty or not: there the few in use are gathered.
         """
         if self._in_place is not None:
             return self._in_place.forward(hidden, slots)
-        used, index = np.unique(slots_here, return_inverse=True)
-        if len(used) <= WHOLE_AT_ONCE:
-            return self._gathered(used, hidden, index)
         out = torch.empty_like(hidden)
+        begin = 0
         for start in range(0, len(used), WHOLE_AT_ONCE):
-            some = np.flatnonzero((index >= start) & (index < start + WHOLE_AT_ONCE))
-            rows = torch.from_numpy(some).to(hidden.device, non_blocking=True)
-            out[rows] = self._gathered(used[start : start + WHOLE_AT_ONCE], hidden[rows], index[some] - start)
+            stop = start + WHOLE_AT_ONCE
+            end = begin + sum(counts[start:stop])
+            out[begin:end] = self._gathered(used[start:stop], counts[start:stop], hidden[begin:end])
+            begin = end
         return out
 
-    def _gathered(self, used: NDArray[np.int64], hidden: torch.Tensor, index: NDArray[np.int64]) -> torch.Tensor:
-        """hidden [n, H] through the experts in the slots `used`; index [n] says which of these."""
-        blobs = self._slots[torch.from_numpy(used).to(hidden.device, non_blocking=True)]
-        which = torch.from_numpy(index).to(hidden.device, non_blocking=True)
+    def _gathered(self, used: Sequence[int], counts: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, H], in turn through the experts in the slots `used`, counts of them each."""
+        blobs = torch.stack([self._slots[slot] for slot in used])
+        which = torch.cat([torch.full((count,), place, device=hidden.device) for place, count in enumerate(counts)])
         return SlotExperts(self._module, self._layout.read(blobs)).forward(hidden, which)
 
     def weighted(self, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

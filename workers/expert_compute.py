@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 
 import numpy as np
@@ -9,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from workers.banks import BANK_SLOTS, make_banks
+from workers.banks import BANK_SLOTS, Bank, make_banks
 from workers.blob import BlobLayout
 from workers.few_tokens import Fused, fused_for, most_pairs
 from workers.slot_cache import NOTHING, SlotCache
 from workers.staging import Staging
+from workers.wave import Wave
 
 
 class ExpertCompute:
@@ -65,13 +67,13 @@ class ExpertCompute:
                 self.pairs += experts.numel()
                 return out
         # The one time that the host waits for the device: which experts does the layer need?
-        chosen, foreseen = _to_host(experts, ahead)
-        self._staging.begin()
+        chosen, *more = self._staging.fetch(experts, *([] if ahead is None else [ahead]))
+        foreseen = more[0] if more else NOTHING
         self.pairs += len(chosen) if alone else int((chosen >= 0).sum())
         if fused is not None:
-            out = self._few(fused, hidden, chosen, foreseen, weights)
+            out = self._few(fused, hidden, experts, chosen, foreseen, weights)
         else:
-            out = self._many(hidden, chosen, foreseen, weights)
+            out = self._many(hidden, experts, chosen, foreseen, weights)
         lost = self._cache.take_lost()
         if lost:
             # The mark of a sum that can't be had; see workers/spoiled.py.
@@ -83,83 +85,88 @@ class ExpertCompute:
         if self._generation != self._cache.generation:
             self._banks = make_banks(self._module, self._layout, self._cache.slots)
             self._fused = fused_for(self._module, self._layout, self._cache.slots)
+            self._alone: tuple[int, int, Bank] | None = None
             self._generation = self._cache.generation
 
     def touch(self, hidden: torch.Tensor, top_k: int) -> None:
         """Run the kernels once on what is in the first slot; the cache does not notice. hidden [n, H]."""
         self._find_slots()
-        slots = np.zeros((len(hidden), top_k), np.int64)
-        sent = torch.from_numpy(slots).to(hidden.device)
+        first = torch.zeros((len(hidden), top_k), dtype=torch.int64, device=hidden.device)
         if self._fused is not None:
-            self._fused(hidden, sent, torch.ones(slots.shape, device=hidden.device), self._partial_dtype)
-        self._banks[0].forward(hidden, sent[:, 0], slots[:, 0])
+            self._fused(hidden, first, first[0], torch.ones_like(first, dtype=torch.float32), self._partial_dtype)
+        self._banks[0].forward(hidden, first[:, 0], [0], [len(hidden)])
 
     def _without_lookup(
         self, fused: Fused | None, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor | None:
         """None where not all experts are in slots, or they can't be computed with as they lie there."""
-        if fused is None and (len(self._banks) > 1 or self._layout.is_quantised):
+        if fused is None and self._layout.is_quantised:
             return None
-        table = self._cache.whole_table(self._layer)
-        if table is None:
+        whole = self._cache.whole(self._layer)
+        if whole is None:
             return None
-        slots = table[experts.long()]
         if fused is not None:
-            return fused(hidden, slots, weights, self._partial_dtype)
-        return self._banks[0].weighted(hidden, slots, weights.to(hidden.dtype))
+            return fused(hidden, experts, whole.slots, weights, self._partial_dtype)
+        # Side by side, as they lie after the warm-up: the product is slower the more groups it has.
+        if whole.stop - whole.start > BANK_SLOTS:
+            return None
+        if self._alone is None or self._alone[:2] != (whole.start, whole.stop):
+            slots = self._cache.slots[whole.start : whole.stop]
+            self._alone = whole.start, whole.stop, Bank(self._module, self._layout, slots)
+        return self._alone[2].weighted(hidden, whole.inside[experts.long()], weights.to(hidden.dtype))
 
     def _few(
         self,
         fused: Fused,
         hidden: torch.Tensor,
+        experts: torch.Tensor,
         chosen: NDArray[np.int64],
         foreseen: NDArray[np.int64],
         weights: torch.Tensor,
     ) -> torch.Tensor:
         """Two launches a wave."""
         total: torch.Tensor | None = None
-        with closing(self._cache.waves(self._layer, chosen, foreseen)) as waves:
+        with closing(self._cache.waves(self._layer, chosen, foreseen, self._staging.send)) as waves:
             for wave in waves:
-                slots = self._staging.send(wave.slots[chosen].reshape(weights.shape))
-                part = fused(hidden, slots, weights, self._partial_dtype)
+                part = fused(hidden, experts, wave.there, weights, self._partial_dtype)
                 total = part if total is None else total + part
         return torch.zeros(hidden.shape, dtype=self._partial_dtype, device=hidden.device) if total is None else total
 
     def _many(
-        self, hidden: torch.Tensor, chosen: NDArray[np.int64], foreseen: NDArray[np.int64], weights: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        experts: torch.Tensor,
+        chosen: NDArray[np.int64],
+        foreseen: NDArray[np.int64],
+        weights: torch.Tensor,
     ) -> torch.Tensor:
-        """The grouped product a wave and bank."""
+        """The grouped product a wave and bank. Which rows it takes is found out on the device."""
         top_k = weights.shape[1]
-        weight = weights.reshape(-1)
+        ids, weight = experts.reshape(-1).long(), weights.reshape(-1)
+        rows_of = np.bincount(chosen[chosen >= 0], minlength=1)
         partial = torch.zeros(hidden.shape, dtype=self._partial_dtype, device=hidden.device)
-        with closing(self._cache.waves(self._layer, chosen, foreseen)) as waves:
+        with closing(self._cache.waves(self._layer, chosen, foreseen, self._staging.send)) as waves:
             for wave in waves:
-                for bank, where, slots in self._by_bank(wave.slots[chosen]):
-                    table = self._staging.send(np.stack([where, where // top_k, slots]))
-                    out = self._banks[bank].forward(hidden[table[1]], table[2], slots)
-                    partial.index_add_(0, table[1], (out * weight[table[0]].unsqueeze(1)).to(partial.dtype))
+                slots, where = torch.sort(wave.there[ids])
+                begin = len(ids) - int(rows_of[wave.experts].sum())
+                for bank, used, counts in _by_bank(wave, rows_of):
+                    end = begin + sum(counts)
+                    pairs = where[begin:end]
+                    tokens = pairs // top_k
+                    inside = slots[begin:end] - bank * BANK_SLOTS
+                    out = self._banks[bank].forward(hidden[tokens], inside, used, counts)
+                    partial.index_add_(0, tokens, (out * weight[pairs].unsqueeze(1)).to(partial.dtype))
+                    begin = end
         return partial
 
-    def _by_bank(self, slots: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """slots [n * K], -1 where an expert is not of this wave. For each bank that a wave uses: where its experts are
-        among them, and their slots within the bank."""
-        where = np.flatnonzero(slots >= 0)
-        slots = slots[where]
-        if len(self._banks) == 1:
-            return [(0, where, slots)]
-        banks = slots // BANK_SLOTS
-        return [(int(bank), where[banks == bank], slots[banks == bank] % BANK_SLOTS) for bank in np.unique(banks)]
 
-
-def _to_host(experts: torch.Tensor, ahead: torch.Tensor | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The ids [n * K] that are needed, and those that are foreseen, in one copy."""
-    if ahead is None:
-        return experts.cpu().numpy().reshape(-1).astype(np.int64, copy=False), NOTHING
-    wanted = experts.reshape(-1)
-    known = (
-        torch.cat((wanted, ahead.reshape(-1).to(wanted.device, wanted.dtype)))
-        .cpu()
-        .numpy()
-        .astype(np.int64, copy=False)
-    )
-    return known[: len(wanted)], known[len(wanted) :]
+def _by_bank(wave: Wave, rows_of: NDArray[np.int64]) -> Iterator[tuple[int, list[int], list[int]]]:
+    """For each bank that a wave uses, in ascending order: the slots within it, ascending too, and the rows of each.
+    rows_of [E]: (token, expert) pairs by expert."""
+    experts = np.array(wave.experts)
+    slots = wave.slots[experts]
+    order = np.argsort(slots)
+    slots, rows = slots[order], rows_of[experts[order]]
+    for bank in np.unique(slots // BANK_SLOTS).tolist():
+        inside = slots // BANK_SLOTS == bank
+        yield bank, (slots[inside] % BANK_SLOTS).tolist(), rows[inside].tolist()

@@ -17,7 +17,7 @@ from workers.blob import BlobLayout
 FEW_PAIRS = 128
 PAIRS_QUANTISED = 1024
 
-Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
 
 
 def fused_for(module: nn.Module, layout: BlobLayout, slots: torch.Tensor) -> Fused | None:

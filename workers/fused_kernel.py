@@ -29,12 +29,19 @@ class FusedExperts:
         self._hidden, self._width = fields["down_proj"].shape
 
     def __call__(
-        self, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out_dtype: torch.dtype
+        self,
+        hidden: torch.Tensor,
+        experts: torch.Tensor,
+        table: torch.Tensor,
+        weights: torch.Tensor,
+        out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        """hidden [n, H], slots [n, K] (-1: none), weights [n, K] -> the weighted sums [n, H]."""
-        tokens, top_k = slots.shape
+        """hidden [n, H], experts [n, K] (-1: none), table: the slot of each expert (-1: none), weights [n, K] -> the
+        weighted sums [n, H]."""
+        tokens, top_k = experts.shape
         if hidden.stride(1) != 1:
             hidden = hidden.contiguous()
+        experts = experts.contiguous()
         middle = torch.empty((tokens * top_k, self._width), dtype=hidden.dtype, device=hidden.device)
         out = torch.empty((tokens, self._hidden), dtype=out_dtype, device=hidden.device)
         if tokens == 0:
@@ -42,10 +49,10 @@ class FusedExperts:
         sizes: Any = {"TOP_K": top_k, "HIDDEN": self._hidden, "WIDTH": self._width, "GROUP": INT4_GROUP}
         up, down = UP_BLOCK, DOWN_BLOCK
         _gate_up[(tokens * top_k, triton.cdiv(self._width, up["OUT"]))](
-            hidden, hidden.stride(0), slots, *self._up, middle, **sizes, **up
+            hidden, hidden.stride(0), experts, table, *self._up, middle, **sizes, **up
         )
         _down[(tokens, triton.cdiv(self._hidden, down["OUT"]))](
-            middle, slots, weights.contiguous(), *self._down, out, **sizes, **down
+            middle, experts, table, weights.contiguous(), *self._down, out, **sizes, **down
         )
         return out
 
@@ -97,14 +104,21 @@ def _rows_times(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _slot_of(experts, table, pair):  # type: ignore[no-untyped-def]
+    """Where a pair's expert lies, -1 for nowhere."""
+    expert = tl.load(experts + pair)
+    return tl.load(table + expert, mask=expert >= 0, other=-1).to(tl.int64)
+
+
+@triton.jit
 def _gate_up(  # type: ignore[no-untyped-def]
-    hidden, token_stride, slots, weights, slot_weights, scales, slot_scales, KIND: tl.constexpr, middle,
+    hidden, token_stride, experts, table, weights, slot_weights, scales, slot_scales, KIND: tl.constexpr, middle,
     TOP_K: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     OUT: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
     """middle[pair, rows] = silu(gate) * up."""
     pair = tl.program_id(0)
-    slot = tl.load(slots + pair).to(tl.int64)
+    slot = _slot_of(experts, table, pair)
     if slot >= 0:
         kind = middle.dtype.element_ty
         row = tl.program_id(1) * OUT + tl.arange(0, OUT)
@@ -119,7 +133,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _down(  # type: ignore[no-untyped-def]
-    middle, slots, shares, weights, slot_weights, scales, slot_scales, KIND: tl.constexpr, out,
+    middle, experts, table, shares, weights, slot_weights, scales, slot_scales, KIND: tl.constexpr, out,
     TOP_K: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     OUT: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +145,7 @@ def _down(  # type: ignore[no-untyped-def]
     total = tl.zeros([OUT], tl.float32)
     for k in range(TOP_K):
         pair = token * TOP_K + k
-        slot = tl.load(slots + pair).to(tl.int64)
+        slot = _slot_of(experts, table, pair)
         if slot >= 0:
             matrix, scale = weights + slot * slot_weights, scales + slot * slot_scales
             part = _rows_times(matrix, scale, here, middle + pair * WIDTH, WIDTH, KIND, GROUP, OUT, IN)

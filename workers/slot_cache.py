@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,23 +23,15 @@ from workers.host_slab import HostSlab
 from workers.links import Link
 from workers.memory import CountedMemory, Memory
 from workers.slot_table import Found
-from workers.slots import Slots
+from workers.slots import Slots, Whole
 from workers.telemetry import CacheCounters
+from workers.wave import Group, Stage, Wave, grouped, staged
 
 LANDING_GROUP = 8
 ONE_WAVE = 16
 STREAM_FROM = 48
 PREFETCH_SHARE = 0.125
 NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Wave:
-    """Experts of one layer that lie in slots at the same time. slots [E + 1]: where they lie; what else it says of
-    experts that the layer needs is -1, the last too, for the expert -1. It holds until the next wave."""
-
-    experts: list[int]
-    slots: NDArray[np.int64]
 
 
 class SlotCache:
@@ -124,11 +115,17 @@ class SlotCache:
         """The experts of a layer that lie in slots now, or are on their way there."""
         return frozenset(self._slots.table.in_layer(layer))
 
-    def whole_table(self, layer: int) -> torch.Tensor | None:
-        """See `Slots.whole_table`."""
-        return self._slots.whole_table(layer)
+    def whole(self, layer: int) -> Whole | None:
+        """See `Slots.whole`."""
+        return self._slots.whole(layer)
 
-    def waves(self, layer: int, chosen: NDArray[np.int64], foreseen: NDArray[np.int64] = NOTHING) -> Generator[Wave]:
+    def waves(
+        self,
+        layer: int,
+        chosen: NDArray[np.int64],
+        foreseen: NDArray[np.int64] = NOTHING,
+        stage: Stage = torch.from_numpy,
+    ) -> Generator[Wave]:
         """Bring a step's experts through the slots. chosen [n]: their ids, -1 for one that is not here. The host slab
         must own every one; those that it can't read are in no wave (`take_lost`). foreseen [m]: ids that a router asked
         ahead gave for the next layer.
@@ -140,49 +137,55 @@ class SlotCache:
         self.ahead.begin_layer(layer)
         found = table.look_up(layer, chosen)
         self.counters.look_up(len(found.needed), len(found.hits))
-        missing = deque(found.missing)
+        missing, free = deque(found.missing), deque[int]()
         hits, late = self._split_late(layer, found) if found.stirring else (found.hits, [])
-        landing: deque[list[int]] = deque([late] if late else [])
+        landing: deque[Wave] = deque()
         try:
-            free: deque[int] = deque()
+            groups: list[Group] = []
             if missing:
                 free.extend(table.victims(self._room_for(len(missing))))
-                landing += self._submit(layer, missing, free)
-            first = hits
-            if landing and len(found.needed) <= self._one_wave and not missing:
-                first = [*hits, *(expert for group in landing for expert in group)]
-                landing.clear()
-            whole = not missing and not landing
-            learned = not (first and self._link.defers)
+                groups = grouped(missing, free, self._landing_group)
+            if not missing and (len(found.needed) <= self._one_wave or not (groups or late)):
+                coming = [expert for group in groups for expert in self._send(layer, group)[0]]
+                # No other expert that the layer needs lies in a slot, so that the table itself says where.
+                row = table.slot_at[layer]
+                first = Wave([*hits, *late, *coming], row, stage(row))
+            else:
+                there = [(experts, table.slot_at[layer, experts].tolist()) for experts in (hits, late)]
+                first, *landed = staged([*there, *groups], self._policy.num_experts, stage)
+                landing.append(landed[0])
+                landing += self._send_all(layer, groups, landed[1:], stage)
+            learned = not (first.experts and self._link.defers)
             if learned:
                 self._learn(layer, found, foreseen)
-            if first:
-                slots = self._slots.use(layer, first, stirring=found.stirring or bool(found.missing))
-                yield self._wave(layer, first, slots, whole=whole)
+            if first.experts:
+                slots = self._slots.use(layer, first.experts, stirring=found.stirring or bool(found.missing))
+                yield first
                 table.release(slots, self._link.fence())
             if not learned:
                 self._learn(layer, found, foreseen)
             while missing or landing:
                 if not landing:
                     free.extend(table.victims(len(missing)))
-                    landing += self._submit(layer, missing, free)
-                    if not landing:  # None of them could be read.
-                        continue
-                group = landing.popleft()
-                slots = self._slots.use(layer, group, stirring=True)
-                yield self._wave(layer, group, slots, whole=False)
+                    landing += self._submit(layer, missing, free, stage)
+                    continue  # None of them may be readable.
+                wave = landing.popleft()
+                if not wave.experts:
+                    continue
+                slots = self._slots.use(layer, wave.experts, stirring=True)
+                yield wave
                 table.release(slots, self._link.fence())
                 if missing:
                     free.extend(slots)
-                    landing += self._submit(layer, missing, free)
+                    landing += self._submit(layer, missing, free, stage)
             # While the device computes: who makes room for what the next layer will miss?
             if found.missing:
                 table.rank_ahead(len(found.needed))
             self.ahead.end_layer(layer)
         finally:
             # A caller that broke off leaves copies under way into slots that are free for others from now on.
-            for group in landing:
-                self._slots.use(layer, group, stirring=True)
+            for wave in landing:
+                self._slots.use(layer, wave.experts, stirring=True)
             table.held[:] = False
 
     def _split_late(self, layer: int, found: Found) -> tuple[list[int], list[int]]:
@@ -198,30 +201,29 @@ class SlotCache:
         elif self._guesses and self.ahead.looks_ahead():
             self.ahead.guess(layer + 1, len(found.needed))
 
-    def _wave(self, layer: int, experts: list[int], slots: list[int], *, whole: bool) -> Wave:
-        """whole: no other expert that the layer needs lies in a slot, so that the table itself says where."""
-        if whole:
-            return Wave(experts, self._slots.table.slot_at[layer])
-        places = np.full(self._policy.num_experts + 1, -1, np.int64)
-        places[experts] = slots
-        return Wave(experts, places)
-
     def _room_for(self, num_missing: int) -> int:
         if num_missing < self._stream_from:
             return num_missing
         self.counters.streamed_layers += 1
         return 2 * self._landing_group
 
-    def _submit(self, layer: int, missing: deque[int], free: deque[int]) -> deque[list[int]]:
-        """Send for as many missing experts as there are free slots, group by group, each group one submission."""
-        groups: deque[list[int]] = deque()
-        while missing and free:
-            group = [missing.popleft() for _ in range(min(self._landing_group, len(missing), len(free)))]
-            sent, slots = self._slots.send(layer, group, [free.popleft() for _ in group], urgent=True)
-            if sent:
-                self._slots.table.hold(slots)
-                groups.append(sent)
-        return groups
+    def _submit(self, layer: int, missing: deque[int], free: deque[int], stage: Stage) -> list[Wave]:
+        """Send for as many missing experts as there are free slots."""
+        groups = grouped(missing, free, self._landing_group)
+        return self._send_all(layer, groups, staged(groups, self._policy.num_experts, stage), stage)
+
+    def _send_all(self, layer: int, groups: list[Group], waves: list[Wave], stage: Stage) -> list[Wave]:
+        """Send for groups, each as one submission; their waves, without what can't be read."""
+        for number, group in enumerate(groups):
+            sent = self._send(layer, group)
+            if len(sent[0]) < len(group[0]):
+                (waves[number],) = staged([sent], self._policy.num_experts, stage)
+        return waves
+
+    def _send(self, layer: int, group: Group) -> Group:
+        sent, slots = self._slots.send(layer, *group, urgent=True)
+        self._slots.table.hold(slots)
+        return sent, slots
 
     def take_lost(self) -> list[int]:
         """The experts that the waves of the last layer lacked, since they can't be read."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -20,6 +21,17 @@ from workers.slot_table import SlotTable
 from workers.telemetry import CacheCounters
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A layer whose experts all lie in slots, from `start` on and before `stop`. slots [E]: where, on the device;
+    inside [E]: how far from `start`."""
+
+    slots: torch.Tensor
+    inside: torch.Tensor
+    start: int
+    stop: int
 
 
 class Slots:
@@ -50,7 +62,7 @@ class Slots:
         self._memory = memory
         self._counters = counters
         self._lost: list[int] = []
-        self._tables: torch.Tensor | None = None
+        self._whole: list[Whole] | None = None
         self._allocate_most(num_slots, num_slots)
 
     def __len__(self) -> int:
@@ -61,16 +73,20 @@ class Slots:
         """Of all layers."""
         return self._policy.num_layers * self._policy.num_experts
 
-    def whole_table(self, layer: int) -> torch.Tensor | None:
-        """[E] the slots of a layer's experts, on the device, if all experts of all layers are in slots; else None."""
+    def whole(self, layer: int) -> Whole | None:
+        """Where a layer's experts lie, if all experts of all layers are in slots."""
         table = self.table
         if table.num_filled < self.num_experts:
             return None
-        if self._tables is None:
+        if self._whole is None:
             if any(arrival is not None for arrival in table.arrival):
                 return None
-            self._tables = torch.from_numpy(table.slot_at[:, :-1].copy()).to(self._device)
-        return self._tables[layer]
+            here = table.slot_at[:, :-1]
+            starts, stops = here.min(axis=1), here.max(axis=1) + 1
+            there = torch.from_numpy(here.copy()).to(self._device)
+            inside = there - torch.from_numpy(starts).to(self._device).unsqueeze(1)
+            self._whole = [Whole(*found) for found in zip(there, inside, starts.tolist(), stops.tolist(), strict=True)]
+        return self._whole[layer]
 
     # ----------------------------------------------------------------------------------------------------- copies
 
@@ -87,10 +103,10 @@ class Slots:
             if not items:
                 return experts, slots
         pairs = [(self._rows[slot], blob) for slot, blob in zip(slots, blobs, strict=True)]
-        newest = self.table.last_use(slots)
+        arrival = self._link.copy(pairs, after=self.table.last_use(slots), urgent=urgent)
+        # The copies are what the layer waits for: all else comes after they were given.
         for slot in slots:
             self.empty(slot)
-        arrival = self._link.copy(pairs, after=newest, urgent=urgent)
         self._slab.lent(items, arrival)
         self.table.place(layer, experts, slots, arrival)
         self._counters.copies += len(items)
@@ -127,7 +143,7 @@ class Slots:
         """Let what lies in a slot go."""
         if not self.table.empty(slot):
             return
-        self._tables = None
+        self._whole = None
         self._counters.evictions += 1
         if self.table.foreseen[slot]:
             self.waste(slot)
@@ -152,14 +168,18 @@ class Slots:
         self._counters.evictions -= 1
 
     def fill(self, hottest: list[ExpertId]) -> tuple[int, float]:
-        """Fill empty slots, the hottest experts first, and wait until they are there. Returns the bytes, and the
-        seconds that they took."""
+        """Fill empty slots, with the hottest experts where not all have room, and wait until they are there. Returns
+        the bytes, and the seconds that they took.
+
+        Those of a layer lie side by side, so that one that is here whole can be computed by itself.
+        """
         table, here = self.table, self._slab.experts()
         absent = [item for item in hottest if item in here and table.slot_of(item) is None]
-        items = [item for item in absent if self._slab.is_ready(item)]
-        slots = table.vacant()[: len(items)]
+        vacant = table.vacant()
+        items = sorted([item for item in absent if self._slab.is_ready(item)][: len(vacant)])
+        slots = vacant[: len(items)]
         begun = time.perf_counter()
-        for item, slot in zip(items, slots, strict=False):
+        for item, slot in zip(items, slots, strict=True):
             self.send(item.layer, [item.expert], [slot], urgent=True)
         self._lost.clear()
         for slot in slots:
@@ -212,4 +232,4 @@ class Slots:
         self.array = torch.zeros((num_slots, self.blob_bytes), dtype=torch.uint8, device=self._device)
         self._rows = list(self.array.unbind())
         self.table = SlotTable(num_slots, self._policy)
-        self._tables = None
+        self._whole = None

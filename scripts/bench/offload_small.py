@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from placement.core import ExpertId
 from placement.fit.precision import Precision
@@ -80,10 +79,9 @@ def stage_launches(bench: Bench) -> None:
     bench.note("host: submit one copy", us=host_us(lambda: link.copy([pair], after=None, urgent=True)))
     bench.note("host: a torch copy", us=host_us(lambda: pair[0].copy_(pair[1], non_blocking=True)))
     if CUDA:
-        pinned = torch.zeros((1, 8), dtype=torch.int64, pin_memory=True)
-        bench.note("host: ids to pinned memory", us=host_us(lambda: _fetch(ids, pinned)))
-        staging, here = Staging(DEVICE), np.zeros((1, 8), np.int64)
-        bench.note("host: slots to the device", us=host_us(lambda: _send(staging, here)))
+        staging, here = Staging(DEVICE), np.zeros(66, np.int64)
+        bench.note("host: ids through pinned memory", us=host_us(lambda: staging.fetch(ids)))
+        bench.note("host: a table to the device", us=host_us(lambda: staging.send(here)))
     bench.note("host: a fence", us=host_us(link.fence))
     for expert, row in enumerate(slots):
         row.copy_(bench.slab.blob(ExpertId(0, expert)))
@@ -97,16 +95,6 @@ def stage_launches(bench: Bench) -> None:
     link.close()
 
 
-def _fetch(ids: torch.Tensor, pinned: torch.Tensor) -> None:
-    pinned.copy_(ids, non_blocking=True)
-    torch.cuda.current_stream().synchronize()
-
-
-def _send(staging: Staging, slots: NDArray[np.int64]) -> None:
-    staging.begin()
-    staging.send(slots)
-
-
 def _kernels(bench: Bench, precision: Precision, layout: Any, slots: torch.Tensor) -> None:
     fused = fused_for(bench.module, layout, slots)
     bank = make_banks(bench.module, layout, slots)[0]
@@ -118,12 +106,14 @@ def _kernels(bench: Bench, precision: Precision, layout: Any, slots: torch.Tenso
         flat, here = chosen.reshape(-1), chosen.reshape(-1).cpu().numpy()
         rows = torch.arange(tokens, device=DEVICE).repeat_interleave(8)
         if layout.is_quantised or not CUDA:
-            grouped = functools.partial(bank.forward, hidden[rows], flat, here)
+            order = torch.argsort(flat)
+            used, counts = np.unique(here, return_counts=True)
+            grouped = functools.partial(bank.forward, hidden[rows][order], flat[order], used.tolist(), counts.tolist())
         else:
             grouped = functools.partial(bank.weighted, hidden, chosen, weights)
         figures["grouped_us"] = device_us(grouped)
         if fused is not None:
-            run = functools.partial(fused, hidden, chosen, weights, torch.float32)
+            run = functools.partial(fused, hidden, chosen, torch.arange(64, device=DEVICE), weights, torch.float32)
             figures |= {"fused_us": device_us(run), "fused_host_us": host_us(run), "fused_gpu_us": graph_us(run)}
             used = len(torch.unique(chosen)) * layout.num_bytes
             figures["gbs"] = used / figures["fused_gpu_us"] / 1e3

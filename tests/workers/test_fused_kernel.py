@@ -55,10 +55,13 @@ def test_the_fused_kernels_give_what_plain_torch_gives(
     from workers.fused_kernel import FusedExperts
 
     layout, slots, hidden = _example(precision, dtype)
-    chosen = torch.tensor([[7, 0], [-1, 3], [-1, -1]], device=DEVICE)
+    # Of three experts one lies in no slot; the third token's experts are elsewhere, or in none.
+    table = torch.tensor([7, 0, 3, -1], device=DEVICE)
+    chosen = torch.tensor([[0, 1], [-1, 2], [-1, 3]], device=DEVICE)
     weights = torch.tensor([[0.3, 0.7], [1.0, 0.5], [0.2, 0.2]], device=DEVICE)
-    expected = reference(layout.read(slots), hidden, chosen, weights)
-    found = FusedExperts(layout, slots)(hidden, chosen, weights, torch.float32)
+    placed = torch.where(chosen < 0, -1, table[chosen])
+    expected = reference(layout.read(slots), hidden, placed, weights)
+    found = FusedExperts(layout, slots)(hidden, chosen, table, weights, torch.float32)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert (found - expected).norm() <= tolerance * expected.norm()
     assert found[2].eq(0).all()
