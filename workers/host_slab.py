@@ -91,7 +91,11 @@ class HostSlab:
     def blob(self, expert: ExpertId) -> torch.Tensor:
         """[blob_bytes] of an expert that is here; KeyError otherwise."""
         with self._lock:
-            return self._views[self._rows[expert]]
+            return self._blob(expert)
+
+    def _blob(self, expert: ExpertId) -> torch.Tensor:
+        """Under the lock."""
+        return self._views[self._rows[expert]]
 
     @contextmanager
     def holding(self, expert: ExpertId) -> Iterator[torch.Tensor]:
@@ -100,7 +104,8 @@ class HostSlab:
 
     def fetch(self, experts: Sequence[ExpertId]) -> list[torch.Tensor | None]:
         """The blobs of experts that are about to be copied to the device; None for one that can't be read."""
-        return [self.blob(expert) for expert in experts]
+        with self._lock:
+            return [self._blob(expert) for expert in experts]
 
     def lent(self, experts: Sequence[ExpertId], arrival: Arrival) -> None:
         """The blobs that were fetched are being read until the arrival is done."""

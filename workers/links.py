@@ -145,14 +145,15 @@ class CudaLink:
             stream.wait_event(after.event)
         if not urgent and self._last_urgent is not None:
             stream.wait_event(self._last_urgent)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         if self._submit is not None:
+            number = stream.cuda_stream
             for target, source in pairs:
-                self._submit(target, source, stream.cuda_stream, source.numel() if urgent else CHUNK_BYTES)
+                self._submit(target, source, number, source.numel() if urgent else CHUNK_BYTES)
         else:
             with torch.cuda.stream(stream):
                 for target, source in pairs if urgent else chunks_of(pairs, CHUNK_BYTES):
                     target.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         if urgent:
             self._last_urgent = event

@@ -74,12 +74,11 @@ class SharedSlab(HostSlab):
         with self._lock:
             return expert in self._rows or expert in self._adopted
 
-    def blob(self, expert: ExpertId) -> torch.Tensor:
-        with self._lock:
-            if expert in self._adopted:
-                rows, row = self._adopted[expert]
-                return rows.blobs[row]
-            return self._views[self._rows[expert]]
+    def _blob(self, expert: ExpertId) -> torch.Tensor:
+        if self._adopted and expert in self._adopted:
+            rows, row = self._adopted[expert]
+            return rows.blobs[row]
+        return super()._blob(expert)
 
     def claim(self, expert: ExpertId) -> torch.Tensor:
         assert expert not in self._adopted, expert

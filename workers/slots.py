@@ -62,6 +62,10 @@ class Slots:
         self._memory = memory
         self._counters = counters
         self._lost: list[int] = []
+        # To make one takes as long as to look up where it lies.
+        self._items = [
+            [ExpertId(layer, expert) for expert in range(policy.num_experts)] for layer in range(policy.num_layers)
+        ]
         self._whole: list[Whole] | None = None
         self._allocate_most(num_slots, num_slots)
 
@@ -92,7 +96,8 @@ class Slots:
 
     def send(self, layer: int, experts: list[int], slots: list[int], *, urgent: bool) -> tuple[list[int], list[int]]:
         """Send for experts. Returns those that are on their way, and where to; the others can't be read."""
-        items = [ExpertId(layer, expert) for expert in experts]
+        of_layer = self._items[layer]
+        items = [of_layer[expert] for expert in experts]
         fetched = self._slab.fetch(items)
         blobs = [blob for blob in fetched if blob is not None]
         if len(blobs) < len(items):
