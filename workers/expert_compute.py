@@ -69,6 +69,8 @@ class ExpertCompute:
         # The one time that the host waits for the device: which experts does the layer need?
         chosen, *more = self._staging.fetch(experts, *([] if ahead is None else [ahead]))
         foreseen = more[0] if more else NOTHING
+        if experts.device != hidden.device:
+            experts = self._staging.send(chosen.reshape(experts.shape))
         self.pairs += len(chosen) if alone else int((chosen >= 0).sum())
         if fused is not None:
             out = self._few(fused, hidden, experts, chosen, foreseen, weights)

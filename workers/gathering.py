@@ -20,9 +20,12 @@ from placement.errors import ExchangeError
 from workers.exchange import Arrivals, check_epochs
 from workers.group import Group
 from workers.packing import pack_for, row_elements, split_rows
+from workers.staging import Staging
 
 # Below this share of rows that are needed where they go, the bytes saved by sending fewer are worth telling counts.
 MIN_NEEDED = 0.6
+# Labels of larger steps come from pageable memory.
+LABEL_WORDS = 1 << 16
 
 
 def is_worth_gathering(*, num_ranks: int, num_nodes: int, top_k: int) -> bool:
@@ -58,6 +61,8 @@ class GatherExchange:
         self._num_experts = num_experts
         self._partial_dtype = partial_dtype
         self._pack = pack_for(device)
+        # What was sent is done when the labels are on the host: before the next step's.
+        self._staging = Staging(device, dtype=torch.int32, capacity=LABEL_WORDS)
 
     def touch(self, hidden: torch.Tensor, top_k: int) -> None:
         """Run its own kernel once, without the other ranks, for weights in either type. hidden [n, H]."""
@@ -84,7 +89,8 @@ class GatherExchange:
         num_tokens, top_k = experts.shape
         if num_tokens > capacity:
             raise ExchangeError(f"this rank has {num_tokens} tokens in a step of at most {capacity}")
-        codes = self._codes(epoch, experts, ranks, capacity).to(hidden.device)
+        self._staging.begin()
+        codes = self._staging.send(self._codes(epoch, experts, ranks, capacity))
         arrived, label = self.gather(hidden, weights, codes)
         told = label[:, : top_k + 1].cpu().numpy()
         self._group.check()
@@ -98,7 +104,9 @@ class GatherExchange:
             weights=label.view(torch.float32)[:, top_k + 1 :].contiguous(),
         )
 
-    def _codes(self, epoch: int, experts: NDArray[np.int64], ranks: NDArray[np.int32], capacity: int) -> torch.Tensor:
+    def _codes(
+        self, epoch: int, experts: NDArray[np.int64], ranks: NDArray[np.int32], capacity: int
+    ) -> NDArray[np.int32]:
         """[C, K + 1]: rank * E + expert, -1 without a token; the epoch."""
         num_tokens, top_k = experts.shape
         view = np.empty((capacity, top_k + 1), np.int32)
@@ -107,7 +115,7 @@ class GatherExchange:
         np.add(code, experts, out=code, casting="unsafe")
         view[num_tokens:, :top_k] = -1
         view[:, top_k] = epoch
-        return torch.from_numpy(view)
+        return view
 
     def gather(
         self, hidden: torch.Tensor, weights: torch.Tensor, codes: torch.Tensor

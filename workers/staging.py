@@ -5,44 +5,59 @@ To the GPU the host goes on while the stream still waits; from it the host waits
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from workers.mapped import device_view
 
 CAPACITY = 8192
 
 
 class Staging:
-    """int64 only. Buffers of 64 KiB, two pinned and one on the device, that are written from their beginning again with
-    each `fetch`. Views into them are kept, since a view takes as long to make as a small copy.
+    """Integers of one type. Buffers of `capacity`, two pinned and one on the device, that are written from their
+    beginning again after `begin`. Views into them are kept, since a view takes as long to make as a small copy.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, dtype: torch.dtype = torch.int64, capacity: int = CAPACITY) -> None:
         self._device = device
         self._used = 0
-        self._views: dict[tuple[int, tuple[int, ...]], tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]] = {}
-        capacity = CAPACITY if device.type == "cuda" else 0
-        self._pinned = torch.zeros(capacity, dtype=torch.int64, pin_memory=capacity > 0)
-        self._there = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self._fetched = torch.zeros(capacity, dtype=torch.int64, pin_memory=capacity > 0)
-        self._places: dict[tuple[int, int], tuple[torch.Tensor, NDArray[np.int64]]] = {}
+        self._capacity = capacity if device.type == "cuda" else 0
+        pin = self._capacity > 0
+        self._pinned = torch.zeros(self._capacity, dtype=dtype, pin_memory=pin)
+        self._seen = device_view(self._pinned, device) if pin else None
+        self._there = torch.zeros(self._capacity, dtype=dtype, device=device)
+        self._fetched = torch.zeros(self._capacity, dtype=dtype, pin_memory=pin)
+        self._views: dict[tuple[int, tuple[int, ...]], _Views] = {}
+        self._places: dict[tuple[int, int], tuple[torch.Tensor, NDArray[Any]]] = {}
 
-    def fetch(self, *ids: torch.Tensor) -> list[NDArray[np.int64]]:
-        """Integers of the device, each flat, on the host, until the next call. The stream has done all that was sent
-        so far then."""
+    def begin(self) -> None:
+        """The stream has done all that was sent so far."""
         self._used = 0
-        if self._device.type != "cuda" or sum(each.numel() for each in ids) > CAPACITY:
-            return [each.reshape(-1).cpu().numpy().astype(np.int64, copy=False) for each in ids]
-        start, found = 0, []
+
+    def fetch(self, *ids: torch.Tensor) -> list[NDArray[Any]]:
+        """Integers of the device or of the host, each flat, on the host, until the next call; what was sent so far is
+        done then."""
+        self.begin()
+        if sum(each.numel() for each in ids if each.is_cuda) > self._capacity:
+            ids = tuple(each.cpu() for each in ids)
+        start, found, waits = 0, [], False
         for each in ids:
+            if not each.is_cuda:
+                found.append(each.reshape(-1).to(self._fetched.dtype).numpy())
+                continue
             here, seen = self._place(start, each.numel())
             here.copy_(each.reshape(-1), non_blocking=True)
             found.append(seen)
             start += each.numel()
-        torch.cuda.current_stream(self._device).synchronize()
+            waits = True
+        if waits:
+            torch.cuda.current_stream(self._device).synchronize()
         return found
 
-    def _place(self, start: int, size: int) -> tuple[torch.Tensor, NDArray[np.int64]]:
+    def _place(self, start: int, size: int) -> tuple[torch.Tensor, NDArray[Any]]:
         place = self._places.get((start, size))
         if place is None:
             here = self._fetched[start : start + size]
@@ -51,20 +66,30 @@ class Staging:
                 self._places[start, size] = place
         return place
 
-    def send(self, array: NDArray[np.int64]) -> torch.Tensor:
-        """The array on the device, for what is computed until the next `fetch`. What has no room goes from pageable
-        memory."""
+    def send(self, array: NDArray[Any]) -> torch.Tensor:
+        """The array on the device, for what is computed until `begin`. What has no room goes from pageable memory."""
         start, end = self._used, self._used + array.size
-        if end > len(self._pinned):
+        if end > self._capacity:
             return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
         # The next one begins where 16 elements end: few sizes come again and again, and so do their views.
         self._used = -(-end // 16) * 16
         views = self._views.get((start, array.shape))
         if views is None:
-            here = self._pinned[start:end].view(array.shape)
-            views = here.numpy(), here, self._there[start:end].view(array.shape)
+            views = _Views(self, start, array.shape)
             if len(self._views) < CAPACITY // 16:
                 self._views[start, array.shape] = views
-        written, here, there = views
-        written[...] = array
-        return there.copy_(here, non_blocking=True)
+        views.written[...] = array
+        if views.seen is None:
+            return views.there.copy_(views.here, non_blocking=True)
+        return torch.add(views.seen, 0, out=views.there)
+
+
+class _Views:
+    """A place in the buffers: as it is written, as it lies in host memory, as a kernel sees it there, on the device."""
+
+    def __init__(self, staging: Staging, start: int, shape: tuple[int, ...]) -> None:
+        stop = start + int(np.prod(shape))
+        self.here = staging._pinned[start:stop].view(shape)
+        self.written = self.here.numpy()
+        self.seen = None if staging._seen is None else staging._seen[start:stop].view(shape)
+        self.there = staging._there[start:stop].view(shape)
