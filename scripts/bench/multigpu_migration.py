@@ -22,7 +22,7 @@ from workers.peers import Peers
 
 GB = 1e9
 # Whether through host memory, and GB/s at most.
-WAYS = ((False, None), (False, 1.0), (True, None), (True, 4.0), (True, 1.0))
+WAYS = ((False, None), (False, 1.0), (True, None), (True, 1.0))
 PARCEL = 5
 # The same steps take 5% to 10% more or less from one second to the next: with moves and without, by turns.
 TURNS = 7
