@@ -67,7 +67,8 @@ class ExpertCompute:
                 self.pairs += experts.numel()
                 return out
         # The one time that the host waits for the device: which experts does the layer need?
-        chosen, *more = self._staging.fetch(experts, *([] if ahead is None else [ahead]))
+        known = [experts] if ahead is None else [experts, ahead]
+        chosen, *more = self._staging.fetch(*known, meanwhile=self._cache.catch_up)
         foreseen = more[0] if more else NOTHING
         if experts.device != hidden.device:
             experts = self._staging.send(chosen.reshape(experts.shape))

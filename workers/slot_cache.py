@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from placement.cache.finding import by_count
 from placement.cache.policy import EvictionPolicy
 from placement.core import ExpertId
+from workers.afterwards import Afterwards
 from workers.ahead import Ahead
 from workers.host_slab import HostSlab
 from workers.links import Link
@@ -67,7 +67,6 @@ class SlotCache:
         self._landing_group = landing_group
         self._one_wave = one_wave
         self._stream_from = stream_from
-        self._guesses = guesses
         self._slots = Slots(
             slab=slab,
             policy=policy,
@@ -87,6 +86,8 @@ class SlotCache:
             share=prefetch_share,
             link_bytes_per_s=link_bytes_per_s,
         )
+
+        self._afterwards = Afterwards(self._slots, policy, self.ahead, guesses=guesses)
 
     @property
     def slots(self) -> torch.Tensor:
@@ -109,7 +110,7 @@ class SlotCache:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_slots * self.blob_bytes
+        return len(self._slots) * self.blob_bytes
 
     def resident(self, layer: int) -> frozenset[int]:
         """The experts of a layer that lie in slots now, or are on their way there."""
@@ -130,9 +131,10 @@ class SlotCache:
         must own every one; those that it can't read are in no wave (`take_lost`). foreseen [m]: ids that a router asked
         ahead gave for the next layer.
 
-        What the caller computes with a wave must be under way when it asks for the next. The policy learns and what is
-        foreseen is sent for while a GPU computes; where computing is not deferred that comes first.
+        What the caller computes with a wave must be under way when it asks for the next. What comes `afterwards` is
+        done while a GPU computes; after a single wave when the cache is told to catch up.
         """
+        self.catch_up()
         table = self._slots.table
         self.ahead.begin_layer(layer)
         found = table.look_up(layer, chosen)
@@ -157,13 +159,16 @@ class SlotCache:
                 landing += self._send_all(layer, groups, landed[1:], stage)
             learned = not (first.experts and self._link.defers)
             if learned:
-                self._learn(layer, found, foreseen)
+                self._afterwards.learn(layer, found, foreseen)
             if first.experts:
                 slots = self._slots.use(layer, first.experts, stirring=found.stirring or bool(found.missing))
                 yield first
                 table.release(slots, self._link.fence())
+            if not (learned or missing or landing):
+                self._afterwards.put_off(layer, found, foreseen)
+                return
             if not learned:
-                self._learn(layer, found, foreseen)
+                self._afterwards.learn(layer, found, foreseen)
             while missing or landing:
                 if not landing:
                     free.extend(table.victims(len(missing)))
@@ -178,28 +183,22 @@ class SlotCache:
                 if missing:
                     free.extend(slots)
                     landing += self._submit(layer, missing, free, stage)
-            # While the device computes: who makes room for what the next layer will miss?
-            if found.missing:
-                table.rank_ahead(len(found.needed))
-            self.ahead.end_layer(layer)
+            self._afterwards.end(layer, found)
         finally:
             # A caller that broke off leaves copies under way into slots that are free for others from now on.
             for wave in landing:
                 self._slots.use(layer, wave.experts, stirring=True)
             table.held[:] = False
 
+    def catch_up(self) -> None:
+        """Do now what was left to be done of the last layer, while a GPU computes it."""
+        self._afterwards.catch_up()
+
     def _split_late(self, layer: int, found: Found) -> tuple[list[int], list[int]]:
         """The hits that are there, and those that are still landing."""
         row = self._slots.table.slot_at[layer]
         late = [expert for expert in found.hits if self._slots.table.is_landing(row[expert])]
         return [expert for expert in found.hits if expert not in late], late
-
-    def _learn(self, layer: int, found: Found, foreseen: NDArray[np.int64]) -> None:
-        self._policy.observe(layer, found.needed)
-        if len(foreseen):
-            self.ahead.prefetch(layer + 1, by_count(foreseen, self._policy.num_experts).tolist())
-        elif self._guesses and self.ahead.looks_ahead():
-            self.ahead.guess(layer + 1, len(found.needed))
 
     def _room_for(self, num_missing: int) -> int:
         if num_missing < self._stream_from:
@@ -244,6 +243,7 @@ class SlotCache:
     def resize(self, num_slots: int, *, prefetch: bool = True) -> None:
         """Have so many slots from now on, with the most valuable of what was in them; prefetch: and a region for it.
         They are fewer where memory has no room. Nothing may be held."""
+        self.catch_up()
         self.counters.resizes += 1
         self._slots.resize(num_slots)
         self.ahead.resized(keep_region=prefetch)
