@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEAST_SECONDS = 15.0
-TESTS = ("tests/workers/test_cuda_runtime.py", "tests/workers/test_fused_kernel.py", "tests/gpu/test_relief_on_gpu.py")
+TESTS = (
+    "tests/workers/test_staging.py",
+    "tests/workers/test_cuda_runtime.py",
+    "tests/workers/test_fused_kernel.py",
+    "tests/gpu/test_relief_on_gpu.py",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +54,11 @@ def parts(trace: Path, out: Path, commit: str, soak_seconds: float) -> list[Part
         offload("qwen3", "copies,cached,resident,peers", 110, "--shape", "qwen3", "--batches", "1,8,32"),
         offload("soak", "tiers,soak", 60 + soak_seconds, "--soak-seconds", str(soak_seconds)),
         offload("mixtral", "copies,cached,peers", 80, "--shape", "mixtral", "--batches", "1,8,32"),
+        Part(
+            name="long",
+            arguments=("scripts/bench/long_context.py", "--commit", commit, "--out", str(out / "long.json")),
+            limit_s=240,
+        ),
         Part(name="tests", arguments=("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS), limit_s=90),
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +129,11 @@ def test_requests_for_which_the_kv_cache_is_too_small_wait_in_host_memory_and_go
     assert restored
     for name, prompt in prompts.items():
         assert texts[name] == _plain(options, prompt, 100)
+
+
+def test_the_bench_of_long_contexts_finds_the_plain_models_text() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "bench" / "long_context.py"
+    small = ["--weights-gb", "0.0015", "--memory-gb", "0.003", "--tokens", "1024", "--chunk", "256"]
+    done = subprocess.run([sys.executable, script, *small], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "equal_tokens           8" in done.stdout
