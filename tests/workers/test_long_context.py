@@ -131,6 +131,7 @@ def test_requests_for_which_the_kv_cache_is_too_small_wait_in_host_memory_and_go
         assert texts[name] == _plain(options, prompt, 100)
 
 
+@pytest.mark.slow
 def test_the_bench_of_long_contexts_finds_the_plain_models_text() -> None:
     script = Path(__file__).parents[2] / "scripts" / "bench" / "long_context.py"
     small = ["--weights-gb", "0.0015", "--memory-gb", "0.003", "--tokens", "1024", "--chunk", "256"]
