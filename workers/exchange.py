@@ -23,12 +23,14 @@ from workers.group import Group
 class Arrivals:
     """Tokens that other ranks (and this one) sent here, in order of sender.
 
-    hidden [n, H]; experts int32 [n, K], -1 where the token's k-th expert lies elsewhere; weights float32 [n, K].
+    hidden [n, H]; experts [n, K], -1 where the token's k-th expert lies elsewhere; weights float32 [n, K]. known: the
+    experts as the host knows them, where it does.
     """
 
     hidden: torch.Tensor
     experts: torch.Tensor
     weights: torch.Tensor
+    known: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

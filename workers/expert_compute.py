@@ -53,11 +53,13 @@ class ExpertCompute:
         *,
         alone: bool = False,
         ahead: torch.Tensor | None = None,
+        known: NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
         """hidden [n, H], experts [n, K] (-1: not here), weights [n, K] -> their weighted sums [n, H].
 
         alone: every expert is here. On a GPU whose slots hold them all nothing is looked up then, and nothing waits.
-        ahead [n, K]: the experts that these tokens will probably need in the next layer.
+        ahead [n, K]: the experts that these tokens will probably need in the next layer. known [n, K]: experts, where
+        the host has them since the device's last work.
         """
         self._find_slots()
         fused = self._fused if experts.numel() <= self._few_pairs else None
@@ -66,10 +68,11 @@ class ExpertCompute:
             if out is not None:
                 self.pairs += experts.numel()
                 return out
-        # The one time that the host waits for the device: which experts does the layer need?
-        known = [experts] if ahead is None else [experts, ahead]
-        chosen, *more = self._staging.fetch(*known, meanwhile=self._cache.catch_up)
-        foreseen = more[0] if more else NOTHING
+        # Without `known`, the one time that the host waits for the device: which experts does the layer need?
+        wanted = ([] if known is not None else [experts]) + ([] if ahead is None else [ahead])
+        found = self._staging.fetch(*wanted, meanwhile=self._cache.catch_up)
+        chosen = found[0] if known is None else known.reshape(-1)
+        foreseen = NOTHING if ahead is None else found[-1]
         if experts.device != hidden.device:
             experts = self._staging.send(chosen.reshape(experts.shape))
         self.pairs += len(chosen) if alone else int((chosen >= 0).sum())
@@ -96,7 +99,10 @@ class ExpertCompute:
         self._find_slots()
         first = torch.zeros((len(hidden), top_k), dtype=torch.int64, device=hidden.device)
         if self._fused is not None:
-            self._fused(hidden, first, first[0], torch.ones_like(first, dtype=torch.float32), self._partial_dtype)
+            # As they come from routers, and as they travel.
+            for dtype in (torch.int64, torch.int32):
+                weights = torch.ones_like(first, dtype=torch.float32)
+                self._fused(hidden, first.to(dtype), first[0], weights, self._partial_dtype)
         self._banks[0].forward(hidden, first[:, 0], [0], [len(hidden)])
 
     def _without_lookup(

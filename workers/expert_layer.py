@@ -23,6 +23,7 @@ from workers.relief import Relief
 from workers.routing import RoutingTable
 from workers.slot_cache import SlotCache
 from workers.spoiled import SpoiledTokens
+from workers.staging import Staging
 from workers.step_clock import StepClock
 
 
@@ -71,6 +72,7 @@ class ExpertLayer:
             cache=cache,
             partial_dtype=exchange.partial_dtype,
         )
+        self._ids = Staging(device)
         self._nothing = (
             torch.zeros((0, hidden_size), dtype=dtype, device=device),
             torch.zeros((0, table.top_k), dtype=torch.int64, device=device),
@@ -80,9 +82,10 @@ class ExpertLayer:
     def __call__(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """hidden [T, H], top_k_index [T, K] logical ids, top_k_weights [T, K] -> [T, H]."""
         start = time.perf_counter()
-        chosen = top_k_index.cpu().numpy()
+        (flat,) = self._ids.fetch(top_k_index, meanwhile=self._cache.catch_up)
+        chosen = flat.reshape(top_k_index.shape)
         self._recorder.record(self._layer, chosen, top_k_weights)
-        plan, arrivals = self._dispatch(hidden, chosen, top_k_weights, self._ranks_of(chosen))
+        plan, arrivals = self._dispatch(hidden, top_k_index, chosen, top_k_weights)
         dispatched = time.perf_counter()
         try:
             partial = self._relief.attempt(lambda: self.compute(arrivals))
@@ -108,8 +111,13 @@ class ExpertLayer:
         self(*self._nothing)
 
     def _dispatch(
-        self, hidden: torch.Tensor, chosen: NDArray[np.int64], weights: torch.Tensor, ranks: NDArray[np.int32]
-    ) -> tuple[Dispatch | Gathered, Arrivals]:
+        self, hidden: torch.Tensor, experts: torch.Tensor, chosen: NDArray[np.int64], weights: torch.Tensor
+    ) -> tuple[Dispatch | Gathered | None, Arrivals]:
+        """No plan where this rank is alone: nothing travels."""
+        if self._is_alone:
+            self._table.traffic.tokens += len(chosen)
+            return None, Arrivals(hidden=hidden, experts=experts, weights=weights.float(), known=chosen)
+        ranks = self._ranks_of(chosen)
         epoch, capacity = self._table.epoch, self._table.most_tokens
         if self._gathering is not None and capacity:
             return self._gathering.dispatch(
@@ -117,21 +125,33 @@ class ExpertLayer:
             )
         return self._exchange.dispatch(epoch=epoch, hidden=hidden, experts=chosen, weights=weights, ranks=ranks)
 
-    def _combine(self, plan: Dispatch | Gathered, partial: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def _combine(self, plan: Dispatch | Gathered | None, partial: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        if plan is None:
+            return partial
         if isinstance(plan, Gathered):
             assert self._gathering is not None
             return self._gathering.combine(plan, partial, num_tokens)
         return self._exchange.combine(plan, partial, num_tokens)
 
+    @property
+    def _is_alone(self) -> bool:
+        return len(self._table.node_of_rank) == 1
+
     def compute(self, arrivals: Arrivals) -> torch.Tensor:
         """The weighted sum over the experts of each arrival that lie here: [n, H] in the exchange's partial dtype."""
         before = self._compute.pairs
         self._memory.claim("a layer", arrivals.experts.numel() * arrivals.hidden.shape[1] * LAYER_BYTES_PER_ELEMENT)
-        alone = len(self._table.node_of_rank) == 1
         ahead = None
         if self._next_router is not None and len(arrivals.hidden) and self._cache.ahead.looks_ahead():
             ahead = self._next_router(arrivals.hidden)
-        partial = self._compute(arrivals.hidden, arrivals.experts, arrivals.weights, alone=alone, ahead=ahead)
+        partial = self._compute(
+            arrivals.hidden,
+            arrivals.experts,
+            arrivals.weights,
+            alone=self._is_alone,
+            ahead=ahead,
+            known=arrivals.known,
+        )
         self._table.traffic.pairs += self._compute.pairs - before
         self._memory.claim("a layer", 0)
         return partial.to(self._exchange.partial_dtype)
