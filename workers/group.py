@@ -209,6 +209,8 @@ class _Transfers:
                 outcome.put(None)
             except RuntimeError as error:
                 outcome.put(error)
+            # Until the next one it keeps nothing of this one: neither the tensor nor the group.
+            del asked, start, outcome
 
 
 def first_line(error: RuntimeError) -> str:

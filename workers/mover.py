@@ -1,9 +1,10 @@
 """The mover: this rank's part in copying experts between ranks, beside the serving traffic.
 
 A round gives each rank one peer at most. Both ends walk the round's moves in the same order, and those that follow each
-other in one direction go as one run. First come its heads: an epoch, a checksum, and where the blob lies, for
-each. The receiver answers for each: it takes the blob where it lies, or copies it from there, if both are on one
-machine; else it has it sent. It counts only where the receiver waits for that very epoch and has checked the blob.
+other in one direction go as one run. First come its heads: for each expert its epoch, its checksum, and where the blob
+lies. The receiver answers for each: it takes the blob where it lies, or copies it from there, if both are on one
+machine; else it makes room and has it sent. It counts only where the receiver waits for that very expert and epoch and
+has checked the blob. What was agreed is sent and taken to the end, so that the next run begins with its own heads.
 """
 
 from __future__ import annotations
@@ -19,20 +20,13 @@ from enum import IntEnum
 
 import torch
 
+from placement.core import ExpertId
 from placement.errors import DiskError, ExchangeError, MigrationError, StaleEpochError
 from placement.migration import Move
 from workers.group import Group
+from workers.heads import MOST_IN_A_RUN, NOTHING_COMES, Head, no_heads, pack_heads, unpack_heads
 from workers.host_slab import HostSlab, checksum
-from workers.offers import Offer
 
-EPOCH_BYTES, CHECKSUM_BYTES = 8, 16
-OFFER_AT = EPOCH_BYTES + CHECKSUM_BYTES
-HEAD_BYTES = OFFER_AT + Offer.NUM_BYTES
-# Said in place of an epoch by who can't send, so that the other end need not wait.
-NOTHING_COMES = (1 << 64) - 1
-# Each message wakes threads at both ends, which take the interpreter from those that serve. The blobs of a run stay in
-# their places until it is over, for which the smallest slab must have the rows.
-MOST_IN_A_RUN = 8
 # One thread copies and adds up a fraction of what memory can give; more than a cap needs would only disturb, and where
 # there are few cores, serving needs them.
 MOST_COPIERS, CORES_A_COPIER, COPIER_BYTES_PER_S = 4, 4, 2e9
@@ -106,16 +100,16 @@ class Mover:
     def _send(self, epoch: int, run: Sequence[Move], copiers: Executor) -> None:
         target = run[0].target.rank
         with ExitStack() as held:
-            blobs = [self._hold(move, len(run), held) for move in run]
+            blobs = [self._hold(move, held) for move in run]
             offers = [self._slab.offer(move.expert) for move in run]
             heads = [
-                epoch.to_bytes(EPOCH_BYTES, "big") + digest + offer.pack()
-                for digest, offer in zip(copiers.map(checksum, blobs), offers, strict=True)
+                Head(epoch=epoch, expert=move.expert, digest=digest, offer=offer)
+                for move, digest, offer in zip(run, copiers.map(checksum, blobs), offers, strict=True)
             ]
-            self._group.send(torch.frombuffer(bytearray(b"".join(heads)), dtype=torch.uint8), target)
-            said = torch.zeros(len(run), dtype=torch.uint8)
+            self._group.send(pack_heads(heads), target)
+            said = torch.zeros(MOST_IN_A_RUN, dtype=torch.uint8)
             self._group.receive(said, target)
-            answers = [Answer(answer) for answer in said.tolist()]
+            answers = [Answer(answer) for answer in said[: len(run)].tolist()]
             for offer, answer in zip(offers, answers, strict=True):
                 if answer is not Answer.TAKEN:
                     self._slab.withdraw(offer)
@@ -127,61 +121,86 @@ class Mover:
                 if answer is Answer.SEND:
                     self._group.send(blob, target)
 
-    def _hold(self, move: Move, num_heads: int, held: ExitStack) -> torch.Tensor:
+    def _hold(self, move: Move, held: ExitStack) -> torch.Tensor:
         try:
             return held.enter_context(self._slab.holding(move.expert))
         except (KeyError, DiskError) as error:
-            head = NOTHING_COMES.to_bytes(EPOCH_BYTES, "big").ljust(HEAD_BYTES, b"\0")
-            self._group.send(torch.frombuffer(bytearray(head * num_heads), dtype=torch.uint8), move.target.rank)
+            self._group.send(pack_heads([Head(epoch=NOTHING_COMES, expert=move.expert)]), move.target.rank)
             raise MigrationError(f"rank {self._rank} has no copy of {move.expert} to send: {error}") from error
 
     def _receive(self, epoch: int, run: Sequence[Move], copiers: Executor) -> int:
         """The bytes that came: none where experts are here already, as they may be after a move that was broken off."""
         source = run[0].source.rank
-        message = torch.empty(len(run) * HEAD_BYTES, dtype=torch.uint8)
-        self._group.receive(message, source)
-        heads = [bytes(head) for head in message.view(len(run), HEAD_BYTES).numpy()]
-        for head in heads:
-            theirs = int.from_bytes(head[:EPOCH_BYTES], "big")
-            if theirs == NOTHING_COMES:
-                raise MigrationError(f"rank {source} has no copy of {_named(run)} to send")
-            if theirs != epoch:
-                self._group.send(torch.full((len(run),), Answer.REFUSED, dtype=torch.uint8), source)
-                raise StaleEpochError(
-                    f"rank {self._rank} moves to epoch {epoch}, but rank {source} sends for epoch {theirs}"
-                )
+        heads = self._heads(epoch, run)
         answers: list[Answer] = []
+        rows: dict[ExpertId, torch.Tensor] = {}
         refusal: MigrationError | None = None
-        for pending in [copiers.submit(self._answer, move, head) for move, head in zip(run, heads, strict=True)]:
-            try:
-                answers.append(pending.result())
-            except MigrationError as error:
-                answers.append(Answer.REFUSED)
-                refusal = error
-        self._group.send(torch.tensor(answers, dtype=torch.uint8), source)
-        if refusal is not None:
-            raise refusal
-        wanted = [
-            (move.expert, head[EPOCH_BYTES:OFFER_AT])
-            for move, head, answer in zip(run, heads, answers, strict=True)
-            if answer is Answer.SEND
-        ]
-        for expert, digest in wanted:
+        try:
+            for head, pending in [(head, copiers.submit(self._answer, head)) for head in heads]:
+                try:
+                    answer = pending.result()
+                    if answer is Answer.SEND:
+                        rows[head.expert] = self._slab.claim(head.expert)
+                except MigrationError as error:
+                    answer, refusal = Answer.REFUSED, error
+                answers.append(answer)
+            self._say(answers, source)
+            if refusal is not None:
+                raise refusal
+            received = len(rows) + answers.count(Answer.COPIED)
+            self._take([head for head in heads if head.expert in rows], rows, source)
+        finally:
+            for expert in rows:
+                self._slab.release(expert)
+        return received * self._blob_bytes
+
+    def _heads(self, epoch: int, run: Sequence[Move]) -> list[Head]:
+        """The heads of a run, if it is the one that this rank waits for."""
+        source = run[0].source.rank
+        message = no_heads()
+        self._group.receive(message, source)
+        heads = unpack_heads(message, len(run))
+        if heads[0].epoch == NOTHING_COMES:
+            raise MigrationError(f"rank {source} has no copy of {_named(run)} to send")
+        for head, move in zip(heads, run, strict=True):
+            if (head.epoch, head.expert) == (epoch, move.expert):
+                continue
+            self._say([Answer.REFUSED] * len(run), source)
+            if head.epoch != epoch:
+                raise StaleEpochError(
+                    f"rank {self._rank} moves to epoch {epoch}, but rank {source} sends for epoch {head.epoch}"
+                )
+            raise MigrationError(f"rank {self._rank} waits for {move.expert}, but rank {source} sends {head.expert}")
+        return heads
+
+    def _say(self, answers: Sequence[Answer], source: int) -> None:
+        said = torch.zeros(MOST_IN_A_RUN, dtype=torch.uint8)
+        said[: len(answers)] = torch.tensor(answers, dtype=torch.uint8)
+        self._group.send(said, source)
+
+    def _take(self, heads: Sequence[Head], rows: dict[ExpertId, torch.Tensor], source: int) -> None:
+        """Take what is sent, and publish it, which leaves its row."""
+        wrong: Head | None = None
+        for head in heads:
+            # Not into its row: where this rank leaves, bytes may still come when the row is another expert's.
             blob = torch.empty(self._blob_bytes, dtype=torch.uint8)
             self._group.receive(blob, source)
-            if checksum(blob) != digest:
-                raise MigrationError(f"{expert} arrived from rank {source} with a wrong checksum")
-            self._slab.add(expert, blob)
-        return (len(wanted) + answers.count(Answer.COPIED)) * self._blob_bytes
+            if checksum(blob) != head.digest:
+                wrong = head
+                continue
+            rows[head.expert].copy_(blob)
+            self._slab.publish(head.expert)
+            del rows[head.expert]
+        if wrong is not None:
+            raise MigrationError(f"{wrong.expert} arrived from rank {source} with a wrong checksum")
 
-    def _answer(self, move: Move, head: bytes) -> Answer:
+    def _answer(self, head: Head) -> Answer:
         """Own the expert where it lies, or a copy from there, if that can be. Raises MigrationError without room."""
-        offer, digest = Offer.unpack(head[OFFER_AT:]), head[EPOCH_BYTES:OFFER_AT]
-        if self._slab.holds(move.expert):
+        if self._slab.holds(head.expert):
             return Answer.HAVE
-        if self._slab.adopt(move.expert, offer, digest):
+        if self._slab.adopt(head.expert, head.offer, head.digest):
             return Answer.TAKEN
-        return Answer.COPIED if self._slab.copy(move.expert, offer, digest) else Answer.SEND
+        return Answer.COPIED if self._slab.copy(head.expert, head.offer, head.digest) else Answer.SEND
 
 
 def runs(moves: Sequence[Move], rank: int) -> Iterator[tuple[Move, ...]]:
@@ -197,7 +216,7 @@ def num_copiers(max_bytes_per_s: float | None) -> int:
     """Threads of a round on this machine."""
     most = min(MOST_COPIERS, len(os.sched_getaffinity(0)) // CORES_A_COPIER)
     if max_bytes_per_s is not None:
-        most = min(most, math.ceil(max_bytes_per_s / COPIER_BYTES_PER_S))
+        most = math.ceil(min(most, max_bytes_per_s / COPIER_BYTES_PER_S))
     return max(1, most)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,18 +17,23 @@ from workers.peers import Peers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movers:
-    """far: to ranks of other machines. A round gives each rank one peer at most."""
+    """far: to ranks of other machines. A round gives each rank one peer at most.
+
+    Rounds take turns: one of an epoch that was given up may still wait for its peer when the next one begins.
+    """
 
     peers: Peers
     near: Mover
     far: Mover | DeviceMover
+    turn: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def copy_round(self, epoch: int, moves: Sequence[Move]) -> int:
         """As `Mover.copy_round`."""
         own = self.peers.rank
         pairs = [{move.source.rank, move.target.rank} for move in moves]
         is_near = all(self.peers.is_near(rank) for pair in pairs if own in pair for rank in pair)
-        return (self.near if is_near else self.far).copy_round(epoch, moves)
+        with self.turn:
+            return (self.near if is_near else self.far).copy_round(epoch, moves)
 
 
 def make_movers(

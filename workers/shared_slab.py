@@ -50,6 +50,7 @@ class SharedSlab(HostSlab):
         self._pin = pin
         self._others: dict[tuple[int, int], _Rows] = {}
         self._adopted: dict[ExpertId, tuple[_Rows, int]] = {}
+        self._adopting: set[ExpertId] = set()
         self._lent: set[int] = set()
         self._offered_at: dict[int, float] = {}
         self._machine = machine_id()
@@ -123,17 +124,18 @@ class SharedSlab(HostSlab):
 
     def adopt(self, expert: ExpertId, offer: Offer, digest: bytes) -> bool:
         rows = self._rows_of(offer) if offer.lends and not self._pin else None
-        if rows is None or self._is_full():
+        if rows is None or not self._reserve(expert):
             return False
         # It is said before it is checked: once this stands there, the row is not used for anything else.
         rows.borrowers[offer.row] = os.getpid()
-        if checksum(rows.blobs[offer.row]) != digest:
-            rows.borrowers[offer.row] = FREE
-            return False
+        agrees = checksum(rows.blobs[offer.row]) == digest
         with self._lock:
-            assert expert not in self._rows and expert not in self._adopted, expert
-            self._adopted[expert] = (rows, offer.row)
-        return True
+            self._adopting.remove(expert)
+            if agrees:
+                self._adopted[expert] = (rows, offer.row)
+            else:
+                rows.borrowers[offer.row] = FREE
+        return agrees
 
     def copy(self, expert: ExpertId, offer: Offer, digest: bytes) -> bool:
         rows = self._rows_of(offer)
@@ -147,9 +149,14 @@ class SharedSlab(HostSlab):
         self.publish(expert)
         return True
 
-    def _is_full(self) -> bool:
+    def _reserve(self, expert: ExpertId) -> bool:
+        """Whether there is room to adopt an expert, beside those that other threads adopt."""
         with self._lock:
-            return len(self._rows) + len(self._claimed) + len(self._adopted) >= len(self._blobs)
+            assert expert not in self._rows and expert not in self._adopted, expert
+            owned = len(self._rows) + len(self._claimed) + len(self._adopted) + len(self._adopting)
+            if owned < len(self._blobs):
+                self._adopting.add(expert)
+            return expert in self._adopting
 
     def figures(self) -> dict[str, float]:
         with self._lock:

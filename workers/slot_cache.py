@@ -86,7 +86,6 @@ class SlotCache:
             share=prefetch_share,
             link_bytes_per_s=link_bytes_per_s,
         )
-
         self._afterwards = Afterwards(self._slots, policy, self.ahead, guesses=guesses)
 
     @property
@@ -135,6 +134,7 @@ class SlotCache:
         done while a GPU computes; after a single wave when the cache is told to catch up.
         """
         self.catch_up()
+        self.take_lost()  # A layer that was broken off may have left some.
         table = self._slots.table
         self.ahead.begin_layer(layer)
         found = table.look_up(layer, chosen)

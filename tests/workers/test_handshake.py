@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -41,6 +42,18 @@ def test_another_epoch_is_refused_on_both_ends_and_no_room_is_made(ends: tuple[H
     with pytest.raises(MigrationError, match=r"rank 1 does not take ExpertId\(layer=2, expert=5\) for epoch 8"):
         offered.result()
     with pytest.raises(StaleEpochError, match="moves to epoch 9, but rank 0 sends for epoch 8"):
+        taken.result()
+    assert made == []
+
+
+def test_another_expert_is_refused_on_both_ends_and_no_room_is_made(ends: tuple[Handshake, Handshake]) -> None:
+    sender, receiver = ends
+    made: list[str] = []
+    other = replace(MOVE, expert=ExpertId(2, 6))
+    offered, taken = both(lambda: sender.offer(9, other), lambda: receiver.take(9, MOVE, lambda: made.append("rows")))
+    with pytest.raises(MigrationError, match="does not take"):
+        offered.result()
+    with pytest.raises(MigrationError, match=r"waits for .*expert=5\), but rank 0 sends .*expert=6\)"):
         taken.result()
     assert made == []
 

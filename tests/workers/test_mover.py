@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,8 +16,9 @@ from placement.errors import ExchangeError, MigrationError, StaleEpochError
 from placement.migration import Move
 from tests.workers.ranks import both, meet_in_threads
 from workers import peers
+from workers.heads import MOST_IN_A_RUN
 from workers.host_slab import HostSlab
-from workers.mover import MOST_IN_A_RUN, Mover, Pace
+from workers.mover import Mover, Pace, num_copiers
 
 BLOB = 4096
 FIRST, SECOND = ExpertId(0, 0), ExpertId(0, 1)
@@ -156,3 +158,7 @@ def test_an_expert_that_the_source_does_not_hold_is_named_on_both_ends(groups: l
             each.result()
     assert time.monotonic() - start < 10
     assert (target.experts(), target.num_free) == (frozenset(), 1)
+
+
+def test_without_a_bound_a_cap_is_none() -> None:
+    assert num_copiers(math.inf) == num_copiers(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -131,6 +132,25 @@ def test_a_full_slab_refuses_a_copy() -> None:
     lender, full = _slab(1), _slab(*range(2, 2 + ROWS))
     with pytest.raises(MigrationError, match="no room"):
         full.copy(FIRST, replace(lender.offer(FIRST), lends=False), checksum(_blob(1)))
+
+
+def test_threads_that_adopt_at_the_same_time_leave_a_slab_no_fuller_than_full(monkeypatch: Any) -> None:
+    def slow(blob: torch.Tensor) -> bytes:
+        time.sleep(0.2)
+        return checksum(blob)
+
+    monkeypatch.setattr("workers.shared_slab.checksum", slow)
+    lender, nearly_full = SharedSlab(capacity=64, blob_bytes=BLOB), _slab(*range(20, 20 + ROWS - 1))
+    for number in range(4):
+        lender.add(ExpertId(0, number), _blob(number))
+
+    def adopt(number: int) -> bool:
+        expert = ExpertId(0, number)
+        return nearly_full.adopt(expert, lender.offer(expert), checksum(_blob(number)))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert sum(threads.map(adopt, range(4))) == 1
+    assert len(nearly_full.experts()) == ROWS
 
 
 def copy_round(rank: int, mail: Any) -> Any:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -127,6 +127,25 @@ def test_a_step_that_breaks_off_leaves_nothing_held() -> None:
     next(steps)
     steps.close()
     assert _run(cache, 1, [3, 4, 5]) == [{3, 4, 5}]
+
+
+def test_what_a_layer_that_breaks_off_could_not_read_is_not_missed_in_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = _cache(3)
+    fetch = cache._slots._slab.fetch
+
+    def fetch_all_but_the_first(experts: Sequence[ExpertId]) -> list[torch.Tensor | None]:
+        return [blob if item.expert else None for item, blob in zip(experts, fetch(experts), strict=True)]
+
+    monkeypatch.setattr(cache._slots._slab, "fetch", fetch_all_but_the_first)
+    steps = cache.waves(0, np.array([0, 1]))
+    next(steps)
+    steps.close()
+    _run(cache, 1, [1, 2])
+    assert cache.take_lost() == []
+    _run(cache, 1, [0, 1])
+    assert cache.take_lost() == [0]
 
 
 def test_a_prefetched_expert_is_a_hit_and_one_that_was_not_needed_is_counted_as_waste() -> None:
