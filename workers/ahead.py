@@ -7,6 +7,7 @@ where the policy would evict first, and stay there when they are used: nothing i
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,7 +23,8 @@ ENOUGH_TO_TELL = 8
 
 
 class Ahead:
-    """share: the region, as a share of the slots. link_bytes_per_s: see `LinkRoom`."""
+    """share: the region, as a share of the slots. link_bytes_per_s: see `LinkRoom`. serves: whether an expert may be
+    fetched; not one that the slab still has, but another thread may drop at any time."""
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class Ahead:
         counters: CacheCounters,
         share: float,
         link_bytes_per_s: float | None,
+        serves: Callable[[ExpertId], bool],
     ) -> None:
         self.wanted = True
         self.region = int(share * len(slots))
@@ -43,6 +46,7 @@ class Ahead:
         self._link = link
         self._counters = counters
         self._share = share
+        self._serves = serves
         self._room = LinkRoom(time.monotonic, link_bytes_per_s)
 
     def begin_layer(self, layer: int) -> None:
@@ -65,7 +69,7 @@ class Ahead:
             return
         places = table.slot_at[layer, experts].tolist()
         absent = [ExpertId(layer, expert) for expert, slot in zip(experts, places, strict=True) if slot < 0]
-        absent = [item for item in absent if self._slab.holds(item)]
+        absent = [item for item in absent if self._serves(item)]
         room = min(self.region - table.num_foreseen, self._room.left() // self._slots.blob_bytes)
         self._slab.promote([item for item in absent if not self._slab.is_ready(item)])
         ready = [item.expert for item in absent if self._slab.is_ready(item)]

@@ -92,6 +92,7 @@ class ParallelModel:
             budget_bytes=host_budget,
             disk_path=disk_path,
         )
+        self.table = RoutingTable(placement=placement, topology=topology, rank=rank, top_k=self.shape.top_k)
         compile_policies()
         num_slots = max(1, math.ceil(cache_share * placement.num_layers * placement.rows_per_rank))
         link = self._link(link_bytes_per_s)
@@ -124,10 +125,10 @@ class ParallelModel:
                 dtype=model.dtype,
             ),
             memory=self.memory,
+            serves=self.table.serves,
         )
         self.spoiled = SpoiledTokens(watch=host_budget is not None)
         self.relief = Relief(self.cache, self.memory, least=self.shape.top_k)
-        self.table = RoutingTable(placement=placement, topology=topology, rank=rank, top_k=self.shape.top_k)
         self._layers: list[ExpertLayer] = []
         self._is_warm = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.core import Placement
+from placement.core import ExpertId, Placement
 from placement.dispatch import choose_ranks
 from placement.topology import Topology
 from workers.traffic import TrafficCounters
@@ -48,6 +48,10 @@ class RoutingTable:
         self.placement = placement
         self.epoch = placement.epoch
         self.holds = holds
+
+    def serves(self, expert: ExpertId) -> bool:
+        """Whether the placement gives this rank an expert."""
+        return bool(self.holds[expert.layer, self.rank, expert.expert])
 
     def expect(self, most_tokens: int) -> None:
         """The ranks have agreed that none of them has more tokens in the next step; 0: they have not."""

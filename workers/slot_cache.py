@@ -9,7 +9,7 @@ cache holds stays. The slots themselves are `slots.py`, what is fetched ahead of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from workers.ahead import Ahead
 from workers.host_slab import HostSlab
 from workers.links import Link
 from workers.memory import CountedMemory, Memory
-from workers.slot_table import Found
 from workers.slots import Slots, Whole
 from workers.telemetry import CacheCounters
 from workers.wave import Group, Stage, Wave, grouped, staged
@@ -41,7 +40,8 @@ class SlotCache:
     products twice would cost more than they could overlap. stream_from: with so many missing from one layer, they
     stream through two landing groups. prefetch_share: the region of prefetches, as a share of the slots.
     link_bytes_per_s: what prefetches may count on; measured at the warm-up unless given (see `prefetch.LinkRoom`).
-    guesses: fetch ahead by the policy's model of reuse, since there is no router to ask.
+    guesses: fetch ahead by the policy's model of reuse, since there is no router to ask. serves: whether an expert may
+    be fetched ahead (see `Ahead`); all that the slab holds unless given.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class SlotCache:
         link_bytes_per_s: float | None = None,
         guesses: bool = False,
         memory: Memory | None = None,
+        serves: Callable[[ExpertId], bool] | None = None,
     ) -> None:
         self.counters = CacheCounters(stream_from=stream_from)
         self._policy = policy
@@ -85,6 +86,7 @@ class SlotCache:
             counters=self.counters,
             share=prefetch_share,
             link_bytes_per_s=link_bytes_per_s,
+            serves=slab.holds if serves is None else serves,
         )
         self._afterwards = Afterwards(self._slots, policy, self.ahead, guesses=guesses)
 
@@ -140,7 +142,7 @@ class SlotCache:
         found = table.look_up(layer, chosen)
         self.counters.look_up(len(found.needed), len(found.hits))
         missing, free = deque(found.missing), deque[int]()
-        hits, late = self._split_late(layer, found) if found.stirring else (found.hits, [])
+        hits, late = table.split_late(layer, found.hits) if found.stirring else (found.hits, [])
         landing: deque[Wave] = deque()
         try:
             groups: list[Group] = []
@@ -193,12 +195,6 @@ class SlotCache:
     def catch_up(self) -> None:
         """Do now what was left to be done of the last layer, while a GPU computes it."""
         self._afterwards.catch_up()
-
-    def _split_late(self, layer: int, found: Found) -> tuple[list[int], list[int]]:
-        """The hits that are there, and those that are still landing."""
-        row = self._slots.table.slot_at[layer]
-        late = [expert for expert in found.hits if self._slots.table.is_landing(row[expert])]
-        return [expert for expert in found.hits if expert not in late], late
 
     def _room_for(self, num_missing: int) -> int:
         if num_missing < self._stream_from:

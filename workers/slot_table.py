@@ -161,6 +161,12 @@ class SlotTable:
         arrival = self.arrival[slot]
         return arrival is not None and not arrival.done()
 
+    def split_late(self, layer: int, hits: list[int]) -> tuple[list[int], list[int]]:
+        """The experts of a layer that are there, and those that are still landing."""
+        row = self.slot_at[layer]
+        late = [expert for expert in hits if self.is_landing(row[expert])]
+        return [expert for expert in hits if expert not in late], late
+
     # ---------------------------------------------------------------------------------------------------- making room
 
     def victims(self, count: int, sparing: Sequence[int] = ()) -> list[int]:

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.cache.policy import EvictionPolicy, PolicyName
-from placement.core import ExpertId
+from placement.core import ExpertId, Placement
+from placement.topology import load_topology
 from workers.host_slab import HostSlab
 from workers.links import DirectLink, Link
+from workers.routing import RoutingTable
 from workers.slot_cache import SlotCache
 from workers.thread_link import ThreadLink
 
@@ -36,6 +38,7 @@ def _cache(
     policy: PolicyName = PolicyName.LRU,
     one_wave: int = 0,
     guesses: bool = False,
+    serves: Callable[[ExpertId], bool] | None = None,
 ) -> SlotCache:
     return SlotCache(
         slab=_slab(),
@@ -50,6 +53,7 @@ def _cache(
         prefetch_share=0.5,
         link_bytes_per_s=math.inf,
         guesses=guesses,
+        serves=serves,
     )
 
 
@@ -179,6 +183,21 @@ def test_what_this_rank_does_not_hold_is_not_fetched_ahead() -> None:
     cache = _cache(4)
     cache.ahead.prefetch(LAYERS, [0, 1])
     assert cache.counters.prefetched == 0
+
+
+def test_what_another_epoch_gave_this_rank_is_not_fetched_ahead_though_it_is_here_until_it_is_dropped() -> None:
+    table = np.full((LAYERS, 2 * EXPERTS), -1, np.int32)
+    table[:, :EXPERTS] = range(EXPERTS)
+    table[:, EXPERTS] = 5
+    served = Placement(epoch=1, num_ranks=2, num_experts=EXPERTS, physical_to_logical=table)
+    routing = RoutingTable(placement=served, topology=load_topology("2x1"), rank=0, top_k=2)
+    cache = _cache(4, serves=routing.serves)
+    table = table.copy()
+    table[:, 5] = -1
+    after = Placement(epoch=2, num_ranks=2, num_experts=EXPERTS, physical_to_logical=table)
+    routing.switch(after, after.weights_per_rank())
+    cache.ahead.prefetch(1, [5, 6])
+    assert cache.resident(1) == {6}
 
 
 def test_without_a_router_to_ask_what_followed_so_far_is_fetched_ahead() -> None:
