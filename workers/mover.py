@@ -85,6 +85,7 @@ class Mover:
         Raises MigrationError, and StaleEpochError where a peer moves to another epoch.
         """
         received = 0
+        spoiled: list[Move] = []
         with ThreadPoolExecutor(self._copiers, thread_name_prefix="expert-copy") as copiers:
             for run in runs(moves, self._rank):
                 source, target = run[0].source.rank, run[0].target.rank
@@ -92,9 +93,13 @@ class Mover:
                     if source == self._rank:
                         self._send(epoch, run, copiers)
                     else:
-                        received += self._receive(epoch, run, copiers)
+                        received += self._receive(epoch, run, copiers, spoiled)
                 except ExchangeError as error:
                     raise MigrationError(f"copying {_named(run)} to rank {target} failed: {error}") from error
+        if spoiled:
+            # Its sender does not know: the round went on as both ends expected.
+            move = spoiled[0]
+            raise MigrationError(f"{move.expert} arrived from rank {move.source.rank} with a wrong checksum")
         return received
 
     def _send(self, epoch: int, run: Sequence[Move], copiers: Executor) -> None:
@@ -128,8 +133,9 @@ class Mover:
             self._group.send(pack_heads([Head(epoch=NOTHING_COMES, expert=move.expert)]), move.target.rank)
             raise MigrationError(f"rank {self._rank} has no copy of {move.expert} to send: {error}") from error
 
-    def _receive(self, epoch: int, run: Sequence[Move], copiers: Executor) -> int:
-        """The bytes that came: none where experts are here already, as they may be after a move that was broken off."""
+    def _receive(self, epoch: int, run: Sequence[Move], copiers: Executor, spoiled: list[Move]) -> int:
+        """The bytes that came: none where experts are here already, as they may be after a move that was broken off.
+        What comes with a wrong checksum goes to `spoiled`."""
         source = run[0].source.rank
         heads = self._heads(epoch, run)
         answers: list[Answer] = []
@@ -147,8 +153,9 @@ class Mover:
             self._say(answers, source)
             if refusal is not None:
                 raise refusal
-            received = len(rows) + answers.count(Answer.COPIED)
             self._take([head for head in heads if head.expert in rows], rows, source)
+            spoiled += [move for move in run if move.expert in rows]
+            received = answers.count(Answer.SEND) + answers.count(Answer.COPIED) - len(rows)
         finally:
             for expert in rows:
                 self._slab.release(expert)
@@ -179,20 +186,15 @@ class Mover:
         self._group.send(said, source)
 
     def _take(self, heads: Sequence[Head], rows: dict[ExpertId, torch.Tensor], source: int) -> None:
-        """Take what is sent, and publish it, which leaves its row."""
-        wrong: Head | None = None
+        """Take what is sent, and publish what is right, of which the rows are given up."""
         for head in heads:
             # Not into its row: where this rank leaves, bytes may still come when the row is another expert's.
             blob = torch.empty(self._blob_bytes, dtype=torch.uint8)
             self._group.receive(blob, source)
-            if checksum(blob) != head.digest:
-                wrong = head
-                continue
-            rows[head.expert].copy_(blob)
-            self._slab.publish(head.expert)
-            del rows[head.expert]
-        if wrong is not None:
-            raise MigrationError(f"{wrong.expert} arrived from rank {source} with a wrong checksum")
+            if checksum(blob) == head.digest:
+                rows[head.expert].copy_(blob)
+                self._slab.publish(head.expert)
+                del rows[head.expert]
 
     def _answer(self, head: Head) -> Answer:
         """Own the expert where it lies, or a copy from there, if that can be. Raises MigrationError without room."""
