@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from placement.cache.later import foresee
 from placement.cache.reuse import (
     DECAYS,
     FREQUENCY_FLOOR,
@@ -50,6 +51,7 @@ def learn_uses(state: ReuseState, clock: int, layer: int, experts: NDArray[Any])
     row = clock % len(state.ring)
     state.ring_size[row] = len(experts)
     state.ring[row, : len(experts)] = experts
+    foresee(state, clock, layer)
 
 
 @njit(cache=True)

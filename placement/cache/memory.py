@@ -12,10 +12,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from placement.cache.reuse import DECAYS, LOOK_BACK, ReuseState, fill_new, reach_of
+from placement.cache.reuse import DECAYS, LATER_STEPS, ReuseState, fill_new, reach_of, rows_of
 from placement.cache.values import REUSE, UseHistory
 
-CLOCK, NOW, KIND, LAYERS, EXPERTS, REUSE_LAYERS, REUSE_EXPERTS, REACH, HEADER = range(9)
+CLOCK, NOW, KIND, LAYERS, EXPERTS, REUSE_LAYERS, REUSE_EXPERTS, REACH, CROWD, HEADER = range(10)
 
 
 class PolicyMemory(NamedTuple):
@@ -31,15 +31,20 @@ class PolicyMemory(NamedTuple):
 def new_memory(kind: int, num_layers: int, num_experts: int, *, top_k: int, discount: float) -> PolicyMemory:
     """Nothing seen yet. Only PolicyName.REUSE has a model of reuse of its size."""
     layers, experts = (num_layers, num_experts) if kind == REUSE else (1, 1)
-    reach, kinds, rows = reach_of(layers, experts), len(DECAYS), 2 * layers + LOOK_BACK + 1
-    pairs = layers * experts
+    reach, kinds, rows = reach_of(layers, experts), len(DECAYS), rows_of(layers)
+    pairs, contexts = layers * experts, reach + min(reach, layers)
     memory = PolicyMemory(
-        singles=np.zeros((3 * kinds + 3) * pairs + 2 * (layers + 1) * kinds + 2 * pairs * reach * experts, np.float32),
-        doubles=np.zeros(1 + 4 * num_layers * num_experts, np.float64),
+        singles=np.zeros(
+            (3 * kinds + 5 + (LATER_STEPS + 1) * kinds) * pairs
+            + 2 * (layers + 2) * kinds
+            + 2 * pairs * contexts * experts,
+            np.float32,
+        ),
+        doubles=np.zeros(1 + 4 * num_layers * num_experts + pairs, np.float64),
         whole=np.zeros(HEADER + num_layers * num_experts + num_layers + rows * (experts + 1), np.int64),
     )
     memory.doubles[0] = discount
-    memory.whole[:HEADER] = (0, 0, kind, num_layers, num_experts, layers, experts, reach)
+    memory.whole[:HEADER] = (0, 0, kind, num_layers, num_experts, layers, experts, reach, 0)
     history_views(memory).last[:] = -1
     fill_new(reuse_views(memory), top_k=min(top_k, experts))
     return memory
@@ -64,15 +69,18 @@ def history_views(memory: PolicyMemory) -> UseHistory:
 def reuse_views(memory: PolicyMemory) -> ReuseState:
     """The model of reuse, as it lies in the memory."""
     layers, experts, reach = memory.whole[REUSE_LAYERS], memory.whole[REUSE_EXPERTS], memory.whole[REACH]
-    kinds, rows = len(DECAYS), 2 * layers + LOOK_BACK + 1
+    kinds, rows = len(DECAYS), rows_of(layers)
     pairs, by_layer, by_kind = layers * experts, (layers, experts), (layers, kinds)
     wide, deep = (layers, kinds, experts), (layers, reach, experts, experts)
-    context = pairs * reach * experts
+    context, depth = pairs * reach * experts, min(reach, layers)
+    later_context = pairs * depth * experts
     first = memory.singles
     second = first[3 * kinds * pairs :]
     third = second[2 * layers * kinds :]
     fourth = third[2 * pairs :]
     fifth = fourth[2 * context :]
+    sixth = fifth[2 * kinds + pairs :]
+    seventh = sixth[2 * later_context :]
     ring = memory.whole[HEADER + memory.whole[LAYERS] * (memory.whole[EXPERTS] + 1) :]
     return ReuseState(
         first[: kinds * pairs].reshape(wide),
@@ -89,6 +97,15 @@ def reuse_views(memory: PolicyMemory) -> ReuseState:
         fifth[2 * kinds : 2 * kinds + pairs].reshape(by_layer),
         ring[: rows * experts].reshape((rows, experts)),
         ring[rows * experts : rows * (experts + 1)],
+        sixth[:later_context].reshape((layers, depth, experts, experts)),
+        sixth[later_context : 2 * later_context].reshape((layers, depth, experts, experts)),
+        seventh[:pairs].reshape(by_layer),
+        seventh[pairs : 2 * pairs].reshape(by_layer),
+        seventh[2 * pairs : 2 * pairs + kinds],
+        seventh[2 * pairs + kinds : 2 * pairs + 2 * kinds],
+        seventh[2 * pairs + 2 * kinds :].reshape((layers, LATER_STEPS + 1, kinds, experts)),
+        memory.whole[CROWD : CROWD + 1],
+        memory.doubles[1 + 4 * memory.whole[LAYERS] * memory.whole[EXPERTS] :].reshape(by_layer),
     )
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from placement.cache.learning import learn_uses
 from placement.cache.memory import CLOCK, KIND, NOW, PolicyMemory, open_history, open_reuse
-from placement.cache.reuse import chance_of, far_chance, near_logits, value_of
+from placement.cache.reuse import chance_of, near_logits, value_of
 from placement.cache.values import REUSE, classic_value, layers_until, note_uses
 
 
@@ -43,8 +43,8 @@ def values_of(memory: PolicyMemory, layers: NDArray[Any], experts: NDArray[Any],
     for index in range(len(layers)):
         layer, expert = layers[index], experts[index]
         if layer >= 0:
-            near, far = chance_of(logits[layer, expert]), far_chance(state, layer, expert)
-            values[index] = value_of(near, far, discount, layers_until(num_layers, now, layer) / num_layers)
+            near, later = chance_of(logits[layer, expert]), state.later[layer, expert]
+            values[index] = value_of(near, later, discount, layers_until(num_layers, now, layer) / num_layers)
 
 
 @njit(cache=True)

@@ -6,8 +6,9 @@ A logistic model. For the expert e of layer l, d layers ahead of the layer that 
 - what the layers that ran last chose: a weight context[l, d + m, e', e] for every expert e' that ran m layers ago
   (m = 0 to 5; across tokens too). For d up to L this is what transitions know about the present token, and about the
   next one.
-A second, simpler model says how likely a use is later, after a step without one. `value_of` turns both into what a slot
-is worth: the discounted next use. How both are trained is in `placement.cache.learning`.
+A second model says how likely a use is later, after a step without one: by frequencies alone where many tokens run at
+once, else as `placement.cache.later` has it. `value_of` turns both into what a slot is worth: the discounted next use.
+How they are trained is in `placement.cache.learning`.
 
 Nothing here is compiled with fast mathematics, so that the plain version in the tests gives the same bits. The loops
 run over a layer's experts innermost, which lie side by side: eight and more are computed at once.
@@ -31,12 +32,15 @@ LOOK_BACK = 6
 LOOK_BACK_DECAY = np.float32(0.85)
 CONTEXT_BYTES = 64 << 20
 FULL_WEIGHT_EXPERTS = 8
+LATER_STEPS, LATER_WORTH = 10, 0.6
 
 
 class ReuseState(NamedTuple):
     """F features, D the layers that context reaches back. used, features, older [L, F, E]; near_* and far_* the weights
     of the two models and their sums of squared gradients; context [L, D, E, E]; ring [R, E] and ring_size [R]: what the
-    last R layers chose.
+    last R layers chose. later_* the weights of `placement.cache.later`, later_context [L, M, E, E]; snapshots
+    [L, LATER_STEPS + 1, F, E] features as they were; crowd [1]: more experts than that are of several requests; later
+    [L, E] the chance of a use in a later step, as of the layer's last run.
     """
 
     used: NDArray[Any]
@@ -53,11 +57,26 @@ class ReuseState(NamedTuple):
     far_bias: NDArray[Any]
     ring: NDArray[Any]
     ring_size: NDArray[Any]
+    later_context: NDArray[Any]
+    later_squares: NDArray[Any]
+    later_bias: NDArray[Any]
+    later_bias_squares: NDArray[Any]
+    later_weight: NDArray[Any]
+    later_weight_squares: NDArray[Any]
+    snapshots: NDArray[Any]
+    crowd: NDArray[Any]
+    later: NDArray[Any]
 
 
 def reach_of(num_layers: int, num_experts: int) -> int:
-    """How many layers context reaches back: two steps, or as far as 64 MiB of weights go."""
+    """How many layers context reaches back: two steps, or as far as 64 MiB of weights go. `later` looks back one step."""
     return min(2 * num_layers, max(1, CONTEXT_BYTES // (num_layers * num_experts * num_experts * 4)))
+
+
+@njit(cache=True)
+def rows_of(num_layers: int) -> int:
+    """How many layers' choices are remembered: those that `later` learns from, and those that near looks back on."""
+    return int((LATER_STEPS + 1) * num_layers + LOOK_BACK + 1)
 
 
 def fill_new(state: ReuseState, *, top_k: int) -> None:
@@ -65,8 +84,12 @@ def fill_new(state: ReuseState, *, top_k: int) -> None:
     state.used[:] = top_k / state.used.shape[2]
     state.features[:] = np.log(state.used + np.float32(FREQUENCY_FLOOR)) + np.float32(LOG_SHIFT)
     state.older[:] = state.features
-    state.near_weight[:] = state.far_weight[:] = 0.15
-    state.near_bias[:] = state.far_bias[:] = -2.0
+    state.snapshots[:] = state.features[:, None]
+    state.near_weight[:] = state.far_weight[:] = state.later_weight[:] = 0.15
+    state.near_bias[:] = state.far_bias[:] = state.later_bias[:] = -2.0
+    state.crowd[:] = 2 * top_k
+    for layer, expert in np.ndindex(*state.later.shape):
+        state.later[layer, expert] = far_chance(state, layer, expert)
 
 
 def discount_for(share: float) -> float:

@@ -7,6 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from placement.cache.later import (
+    LATER_BIAS_RATE,
+    LATER_BIAS_SHIFT,
+    LATER_RATE,
+    LATER_SHIFT,
+    LATER_WEIGHT_RATE,
+    LATER_WEIGHT_SHIFT,
+)
 from placement.cache.learning import (
     BIAS_RATE,
     BIAS_SHIFT,
@@ -22,6 +30,8 @@ from placement.cache.reuse import (
     DECAYS,
     FREQUENCY_FLOOR,
     FULL_WEIGHT_EXPERTS,
+    LATER_STEPS,
+    LATER_WORTH,
     LOG_SHIFT,
     LOOK_BACK,
     LOOK_BACK_DECAY,
@@ -61,11 +71,8 @@ def value(state: ReuseState, discount: float, clock: int, now: int, layer: int, 
     layers = state.used.shape[0]
     distance = (layer - now - 1) % layers + 1
     near = chance(near_logit(state, clock, layer, distance, expert))
-    logit = state.far_bias[layer, expert]
-    for kind in KINDS:
-        logit = logit + state.far_weight[kind] * state.features[layer, kind, expert]
-    far = chance(logit)
-    later = discount * far / (1.0 - discount * (1.0 - far))
+    later = float(state.later[layer, expert])
+    later = discount * later / (1.0 - discount * (1.0 - later))
     return float(discount ** (distance / layers) * (near + (1.0 - near) * later))
 
 
@@ -85,6 +92,75 @@ def learn(state: ReuseState, clock: int, layer: int, chosen: list[int]) -> None:
     row = clock % len(state.ring)
     state.ring_size[row] = len(chosen)
     state.ring[row, : len(chosen)] = chosen
+    _foresee(state, clock, layer, chosen)
+
+
+def _ran(state: ReuseState, clock: int) -> list[int]:
+    row = clock % len(state.ring)
+    return [int(expert) for expert in state.ring[row, : state.ring_size[row]]]
+
+
+def _foresee(state: ReuseState, clock: int, layer: int, chosen: list[int]) -> None:
+    layers, experts = state.near_bias.shape
+    before = clock - LATER_STEPS * layers
+    if before >= 0 and len(_ran(state, before)) <= state.crowd[0]:
+        _learn_later(state, before, layer)
+    state.snapshots[layer, clock // layers % (LATER_STEPS + 1)] = state.features[layer]
+    for expert in range(experts):
+        if len(chosen) > state.crowd[0]:
+            logit = state.far_bias[layer, expert]
+            for kind in KINDS:
+                logit = logit + state.far_weight[kind] * state.features[layer, kind, expert]
+            state.later[layer, expert] = chance(logit)
+        else:
+            worth = chance(_later_logit(state, clock, layer, state.features[layer], expert))
+            state.later[layer, expert] = worth * (1.0 - LATER_WORTH) / (1.0 - LATER_WORTH * worth)
+
+
+def _later_terms(state: ReuseState, clock: int) -> list[tuple[Any, int, int]]:
+    """(weight, layers back, expert) of the last round of all layers."""
+    found = []
+    for back in range(min(clock + 1, state.later_context.shape[1])):
+        others = _ran(state, clock - back)
+        scale = np.float32(min(1.0, FULL_WEIGHT_EXPERTS / max(len(others), 1)))
+        found += [(scale, back, other) for other in others]
+    return found
+
+
+def _later_logit(state: ReuseState, clock: int, layer: int, features: Any, expert: int) -> Any:
+    logit = state.later_bias[layer, expert]
+    for kind in KINDS:
+        logit = logit + state.later_weight[kind] * features[kind, expert]
+    for scale, back, other in _later_terms(state, clock):
+        logit = logit + scale * state.later_context[layer, back, other, expert]
+    return logit
+
+
+def _learn_later(state: ReuseState, before: int, layer: int) -> None:
+    layers, experts = state.near_bias.shape
+    features = state.snapshots[layer, before // layers % (LATER_STEPS + 1)].copy()
+    error = np.zeros(experts, np.float32)
+    for expert in range(experts):
+        waits = [n for n in range(1, LATER_STEPS + 1) if expert in _ran(state, before + n * layers)]
+        if waits[:1] != [1]:
+            worth = np.float32(LATER_WORTH ** (waits[0] - 2)) if waits else np.float32(0.0)
+            error[expert] = chance(_later_logit(state, before, layer, features, expert)) - float(worth)
+    for expert in range(experts):
+        squares = state.later_bias_squares[layer, expert] + error[expert] * error[expert]
+        state.later_bias_squares[layer, expert] = squares
+        state.later_bias[layer, expert] -= LATER_BIAS_RATE * error[expert] / np.sqrt(squares + LATER_BIAS_SHIFT)
+    for kind in KINDS:
+        slope = sum(float(error[expert] * features[kind, expert]) for expert in range(experts)) / experts
+        squares = np.float32(float(state.later_weight_squares[kind]) + slope * slope)
+        state.later_weight_squares[kind] = squares
+        step = LATER_WEIGHT_RATE * slope / math.sqrt(float(squares) + LATER_WEIGHT_SHIFT)
+        state.later_weight[kind] = float(state.later_weight[kind]) - step
+    for scale, back, other in _later_terms(state, before):
+        for expert in range(experts):
+            step = scale * error[expert]
+            squares = state.later_squares[layer, back, other, expert] + step * step
+            state.later_squares[layer, back, other, expert] = squares
+            state.later_context[layer, back, other, expert] -= LATER_RATE * step / np.sqrt(squares + LATER_SHIFT)
 
 
 def _learn_near(state: ReuseState, clock: int, layer: int, outcome: Any, distance: int) -> None:

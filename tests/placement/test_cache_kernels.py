@@ -16,7 +16,7 @@ from tests.placement.plain_reuse import chance, learn, near_logit, value
 
 LAYERS, EXPERTS, SLOTS = 3, 6, 9
 IDS = st.lists(st.integers(-1, EXPERTS - 1), max_size=12)
-RUNS = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=5, unique=True).map(sorted), max_size=40)
+RUNS = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=5, unique=True).map(sorted), max_size=70)
 
 
 def _policy() -> EvictionPolicy:
