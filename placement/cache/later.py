@@ -1,9 +1,10 @@
-"""What comes after the next step, where one token runs at a time: how soon is an expert used if the next step leaves it?
+"""What comes after the next step, where one token runs at a time: if that step leaves an expert unused, how long does
+it wait?
 
-A logistic model of its own for the expert e of layer l, right after l ran: a bias, how often the expert was used lately,
-and what every layer chose last: a weight later_context[l, m, e', e] for every expert e' that ran m layers ago (m = 0 to
-L - 1, so once round the model: what the text is about shows in all layers). It learns the discounted wait itself: ten
-steps later it is known how long an expert was not needed, and the target is 0.6 ** (steps beyond the second).
+A logistic model of its own for the expert e of layer l, asked right after l ran: a bias, how often the expert was used
+lately, and what each layer chose last: a weight later_context[l, m, e', e] for every expert e' that ran m layers ago (m
+= 0 to L - 1, so once round the model: what a text is about shows in all layers). It learns the discounted wait itself:
+ten steps later it is known how long an expert was not needed, and the target is 0.6 ** (steps beyond the second).
 
 Where a layer chose more experts than two tokens do, several requests are mixed: the chance by frequencies alone
 (`far_chance`) is then the better one, and is what counts.
@@ -31,6 +32,7 @@ from placement.cache.reuse import (
 LATER_RATE, LATER_SHIFT = np.float32(0.03), np.float32(0.1)
 LATER_BIAS_RATE, LATER_BIAS_SHIFT = np.float32(0.05), np.float32(1.0)
 LATER_WEIGHT_RATE, LATER_WEIGHT_SHIFT = 0.03, 1e-4
+PATIENCE, MOST_PATIENT = 0.1, 0.95
 USED_NEXT = np.float32(-1.0)
 WORTHS = np.array([0.0, USED_NEXT, *(LATER_WORTH**steps for steps in range(LATER_STEPS - 1))], np.float32)
 
@@ -59,9 +61,13 @@ def crowded(state: ReuseState, clock: int) -> bool:
 
 
 @njit(cache=True)
-def later_logits(
-    state: ReuseState, clock: int, layer: int, features: NDArray[Any], logits: NDArray[Any]
-) -> None:
+def discount_now(state: ReuseState, clock: int, discount: float) -> float:
+    """The discount per step to value slots with: who sees later uses better can wait for them longer."""
+    return discount if crowded(state, clock) else min(MOST_PATIENT, discount + PATIENCE)
+
+
+@njit(cache=True)
+def later_logits(state: ReuseState, clock: int, layer: int, features: NDArray[Any], logits: NDArray[Any]) -> None:
     """The logits [E] of a layer that has run as number `clock`, its features [F, E] then: written to logits."""
     logits[:] = state.later_bias[layer]
     for kind in range(len(DECAYS)):
@@ -117,7 +123,7 @@ def learn_later(state: ReuseState, clock: int, layer: int) -> None:
 
 @njit(cache=True)
 def _worths(state: ReuseState, before: int) -> NDArray[Any]:
-    """[E]: the discounted wait of each expert of the layer that ran as number `before`; USED_NEXT where there was none."""
+    """[E]: the discounted wait of each expert after its layer ran as number `before`; USED_NEXT if none."""
     worths = np.zeros(state.later_bias.shape[1], np.float32)
     for ahead in range(LATER_STEPS, 0, -1):
         row = (before + ahead * len(state.snapshots)) % len(state.ring)

@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from placement.cache.later import discount_now
 from placement.cache.learning import learn_uses
 from placement.cache.memory import CLOCK, KIND, NOW, PolicyMemory, open_history, open_reuse
 from placement.cache.reuse import chance_of, near_logits, value_of
@@ -35,7 +36,8 @@ def values_of(memory: PolicyMemory, layers: NDArray[Any], experts: NDArray[Any],
             if layers[index] >= 0:
                 values[index] = classic_value(kind, history, now, layers[index], experts[index])
         return
-    state, discount = open_reuse(memory), memory.doubles[0]
+    state = open_reuse(memory)
+    discount = discount_now(state, memory.whole[CLOCK] - 1, memory.doubles[0])
     num_layers, num_experts = state.near_bias.shape
     logits = np.empty((num_layers, num_experts), np.float32)
     for layer in range(num_layers):

@@ -69,7 +69,7 @@ class ReuseState(NamedTuple):
 
 
 def reach_of(num_layers: int, num_experts: int) -> int:
-    """How many layers context reaches back: two steps, or as far as 64 MiB of weights go. `later` looks back one step."""
+    """How many layers context reaches back: two steps (`later`: one), or as far as 64 MiB of weights go."""
     return min(2 * num_layers, max(1, CONTEXT_BYTES // (num_layers * num_experts * num_experts * 4)))
 
 

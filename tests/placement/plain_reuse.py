@@ -14,6 +14,8 @@ from placement.cache.later import (
     LATER_SHIFT,
     LATER_WEIGHT_RATE,
     LATER_WEIGHT_SHIFT,
+    MOST_PATIENT,
+    PATIENCE,
 )
 from placement.cache.learning import (
     BIAS_RATE,
@@ -71,6 +73,8 @@ def value(state: ReuseState, discount: float, clock: int, now: int, layer: int, 
     layers = state.used.shape[0]
     distance = (layer - now - 1) % layers + 1
     near = chance(near_logit(state, clock, layer, distance, expert))
+    if len(_ran(state, clock)) <= state.crowd[0]:
+        discount = min(MOST_PATIENT, discount + PATIENCE)
     later = float(state.later[layer, expert])
     later = discount * later / (1.0 - discount * (1.0 - later))
     return float(discount ** (distance / layers) * (near + (1.0 - near) * later))
