@@ -82,7 +82,7 @@ def later_logits(state: ReuseState, clock: int, layer: int, features: NDArray[An
                 logits[expert] += scale * context[expert]
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def learn_later(state: ReuseState, clock: int, layer: int) -> None:
     """AdaGrad on what the layer could know LATER_STEPS of its runs before number `clock`."""
     num_layers = len(state.snapshots)

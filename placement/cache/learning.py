@@ -60,7 +60,7 @@ def scatter(clock: int) -> int:
     return (clock * 2654435761 % (1 << 32)) >> 8
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _learn_near(state: ReuseState, clock: int, layer: int, outcome: NDArray[Any], distance: int) -> None:
     cutoff = clock - distance
     error = np.empty_like(state.near_bias[layer])
@@ -82,7 +82,7 @@ def _learn_near(state: ReuseState, clock: int, layer: int, outcome: NDArray[Any]
         weight *= LOOK_BACK_DECAY
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _step_linear(state: ReuseState, layer: int, distance: int, error: NDArray[Any]) -> None:
     bias, squares = state.near_bias[layer], state.near_bias_squares[layer]
     for expert in range(len(error)):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from placement.cache.finding import HITS, MISSING, NEEDED, by_count, find
 from placement.cache.memory import reuse_views
 from placement.cache.policy import EvictionPolicy, PolicyName
+from placement.cache.reuse import far_chance
 from tests.placement.plain_reuse import chance, learn, near_logit, value
 
 LAYERS, EXPERTS, SLOTS = 3, 6, 9
@@ -55,6 +56,16 @@ def test_the_model_of_reuse_learns_values_and_ranks_as_the_plain_one_does(
     distance = (layer - now - 1) % LAYERS + 1
     chances = [chance(near_logit(state, clock, layer, distance, expert)) for expert in range(EXPERTS)]
     assert policy.chances(layer).tolist() == chances
+
+
+def test_what_several_requests_chose_leaves_the_later_uses_to_frequencies() -> None:
+    policy = _policy()
+    state = reuse_views(policy.memory)
+    state.later_bias[:] = 5.0
+    policy.observe(0, np.arange(4))
+    policy.observe(1, np.arange(5))
+    assert state.later[0].min() > 0.9
+    assert state.later[1].tolist() == [far_chance(state, 1, expert) for expert in range(EXPERTS)]
 
 
 def test_a_policy_that_was_copied_learns_alone() -> None:
