@@ -98,8 +98,7 @@ class Mover:
                     raise MigrationError(f"copying {_named(run)} to rank {target} failed: {error}") from error
         if spoiled:
             # Its sender does not know: the round went on as both ends expected.
-            move = spoiled[0]
-            raise MigrationError(f"{move.expert} arrived from rank {move.source.rank} with a wrong checksum")
+            raise wrong_checksum(spoiled[0])
         return received
 
     def _send(self, epoch: int, run: Sequence[Move], copiers: Executor) -> None:
@@ -220,6 +219,11 @@ def num_copiers(max_bytes_per_s: float | None) -> int:
     if max_bytes_per_s is not None:
         most = math.ceil(min(most, max_bytes_per_s / COPIER_BYTES_PER_S))
     return max(1, most)
+
+
+def wrong_checksum(move: Move) -> MigrationError:
+    """What a round says of a blob that was spoiled on its way."""
+    return MigrationError(f"{move.expert} arrived from rank {move.source.rank} with a wrong checksum")
 
 
 def _named(run: Sequence[Move]) -> str:
