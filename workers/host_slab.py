@@ -7,8 +7,10 @@ A blob that came from a peer counts only once it is published, which `publish` d
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import xxhash
@@ -30,6 +32,8 @@ class HostSlab:
         self._free = list(range(capacity - 1, -1, -1))
         self._rows: dict[ExpertId, int] = {}
         self._claimed: dict[ExpertId, int] = {}
+        self._held: Counter[ExpertId] = Counter()
+        self._put_off: dict[ExpertId, list[Callable[[], None]]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -86,7 +90,14 @@ class HostSlab:
             if row is None:
                 row = self._claimed.pop(expert, None)
             if row is not None:
-                self._free.append(row)
+                self._give_back(expert, partial(self._free.append, row))
+
+    def _give_back(self, expert: ExpertId, free: Callable[[], None]) -> None:
+        """Now, or once nobody holds the expert. Under the lock."""
+        if self._held[expert]:
+            self._put_off.setdefault(expert, []).append(free)
+        else:
+            free()
 
     def blob(self, expert: ExpertId) -> torch.Tensor:
         """[blob_bytes] of an expert that is here; KeyError otherwise."""
@@ -100,7 +111,18 @@ class HostSlab:
     @contextmanager
     def holding(self, expert: ExpertId) -> Iterator[torch.Tensor]:
         """The blob of an expert, which stays in its place meanwhile; KeyError for one that is not owned."""
-        yield self.blob(expert)
+        with self._lock:
+            blob = self._blob(expert)
+            self._held[expert] += 1
+        try:
+            yield blob
+        finally:
+            with self._lock:
+                self._held[expert] -= 1
+                if not self._held[expert]:
+                    del self._held[expert]
+                    for free in self._put_off.pop(expert, ()):
+                        free()
 
     def fetch(self, experts: Sequence[ExpertId]) -> list[torch.Tensor | None]:
         """The blobs of experts that are about to be copied to the device; None for one that can't be read."""

@@ -17,6 +17,7 @@ import mmap
 import os
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -92,12 +93,16 @@ class SharedSlab(HostSlab):
         with self._lock:
             adopted = self._adopted.pop(expert, None)
             if adopted is not None:
-                adopted[0].borrowers[adopted[1]] = FREE
+                self._give_back(expert, partial(adopted[0].borrowers.__setitem__, adopted[1], FREE))
             row = self._rows.pop(expert, self._claimed.pop(expert, None))
-            if row is not None and self._borrowers[row] != FREE:
-                self._lent.add(row)
-            elif row is not None:
-                self._free.append(row)
+            if row is not None:
+                self._give_back(expert, partial(self._free_or_lend, row))
+
+    def _free_or_lend(self, row: int) -> None:
+        if self._borrowers[row] != FREE:
+            self._lent.add(row)
+        else:
+            self._free.append(row)
 
     # ------------------------------------------------------------------------------------------------------- sharing
 

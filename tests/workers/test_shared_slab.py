@@ -134,6 +134,30 @@ def test_a_full_slab_refuses_a_copy() -> None:
         full.copy(FIRST, replace(lender.offer(FIRST), lends=False), checksum(_blob(1)))
 
 
+@pytest.mark.parametrize("kind", [HostSlab, SharedSlab])
+def test_an_expert_that_is_dropped_while_it_is_held_stays_in_its_place_until_then(kind: type[HostSlab]) -> None:
+    slab = kind(capacity=1, blob_bytes=BLOB)
+    slab.add(FIRST, _blob(1))
+    with slab.holding(FIRST) as blob, slab.holding(FIRST):
+        slab.release(FIRST)
+        assert not slab.holds(FIRST)
+        with pytest.raises(MigrationError, match="no room"):
+            slab.add(SECOND, _blob(2))
+        assert blob.equal(_blob(1))
+    slab.add(SECOND, _blob(2))
+    assert slab.experts() == {SECOND}
+
+
+def test_a_borrowed_expert_is_given_back_once_it_is_held_no_more() -> None:
+    lender, borrower = _slab(1), _slab()
+    assert borrower.adopt(FIRST, lender.offer(FIRST), checksum(_blob(1)))
+    lender.release(FIRST)
+    with borrower.holding(FIRST):
+        borrower.release(FIRST)
+        assert lender.num_free == ROWS - 1
+    assert lender.num_free == ROWS
+
+
 def test_threads_that_adopt_at_the_same_time_leave_a_slab_no_fuller_than_full(monkeypatch: Any) -> None:
     def slow(blob: torch.Tensor) -> bytes:
         time.sleep(0.2)
