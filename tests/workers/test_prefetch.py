@@ -118,7 +118,7 @@ def test_the_next_router_says_of_its_own_input_what_its_layer_will_choose(name: 
 
 def test_texts_are_those_of_the_plain_model_while_experts_are_fetched_ahead() -> None:
     options = WorkerOptions(
-        model=MODEL, recorder=RecorderOptions(folder=None), kv_pages=64, cache_share=0.3, link_bytes_per_s=3e8
+        model=MODEL, recorder=RecorderOptions(folder=None), kv_pages=64, cache_share=0.3, link_bytes_per_s=2e9
     )
     model = load_model(options, torch.device("cpu"))
     shape = shape_of(model)
