@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from placement.cache.policy import EvictionPolicy, PolicyName
-from placement.core import ExpertId
 from placement.fit.precision import Precision
+from tests.workers.layers import fill_at_random
 from tests.workers.test_model_seam import CONFIGS
 from workers.banks import BANK_SLOTS
 from workers.blob import layout_of, round_trip
@@ -32,12 +32,8 @@ def test_a_layer_from_slots_gives_what_the_module_gives(name: str, num_slots: in
     modules = experts_modules(model)
     layout = layout_of(modules[0], EXPERTS, Precision(precision))
     slab = HostSlab(capacity=EXPERTS * len(modules), blob_bytes=layout.num_bytes)
-    for layer, module in enumerate(modules):
-        for parameter in module.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-        for expert in range(EXPERTS):
-            layout.pack(module, expert, slab.claim(ExpertId(layer, expert)))
-            slab.publish(ExpertId(layer, expert))
+    fill_at_random(slab, layout, modules, EXPERTS)
+    for module in modules:
         round_trip(module, EXPERTS, Precision(precision))
     cache = SlotCache(
         slab=slab,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from placement.core import ExpertId, Slot
 from placement.errors import ExchangeError, MigrationError, StaleEpochError
 from placement.migration import Move
-from tests.workers.ranks import both, meet_in_threads
+from tests.workers.ranks import both
 from workers import peers
 from workers.heads import MOST_IN_A_RUN
 from workers.host_slab import HostSlab
@@ -27,14 +26,6 @@ MOVES = tuple(Move(expert=expert, source=Slot(0, 0), target=Slot(1, 0)) for expe
 
 def _blob(value: int) -> torch.Tensor:
     return torch.full((BLOB,), value, dtype=torch.uint8)
-
-
-@pytest.fixture
-def groups() -> Iterator[list[peers.Peers]]:
-    found = meet_in_threads(2, epoch=7)
-    yield found
-    for group in found:
-        group.leave()
 
 
 def _mover(group: peers.Peers, slab: HostSlab, **more: Any) -> Mover:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from placement.cache.policy import EvictionPolicy, PolicyName
 from placement.core import ExpertId
 from placement.fit.precision import Precision
+from tests.workers.layers import fill_at_random
 from tests.workers.test_model_seam import CONFIGS
 from workers import banks, expert_compute
 from workers.blob import BlobLayout, layout_of
@@ -77,12 +78,7 @@ def test_sums_are_the_modules_own_but_for_tokens_that_lack_an_expert(
     modules = experts_modules(model)
     layout = layout_of(modules[0], EXPERTS, Precision.STORED)
     slab = _Unreadable(capacity=EXPERTS * len(modules), blob_bytes=layout.num_bytes)
-    for layer, module in enumerate(modules):
-        for parameter in module.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-        for expert in range(EXPERTS):
-            layout.pack(module, expert, slab.claim(ExpertId(layer, expert)))
-            slab.publish(ExpertId(layer, expert))
+    fill_at_random(slab, layout, modules, EXPERTS)
     cache = _cache(slab, layout, len(modules), rng)
     computes = [
         ExpertCompute(layer=layer, module=module, layout=layout, cache=cache, partial_dtype=torch.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from placement.core import ExpertId, Slot
 from placement.errors import MigrationError, MoetisError, StaleEpochError
 from placement.migration import Move
-from tests.workers.ranks import CPU, both, meet_in_threads
+from tests.workers.ranks import CPU, both
 from workers import peers
 from workers.group import Group
 from workers.heads import MOST_IN_A_RUN
@@ -24,14 +24,6 @@ from workers.mover import Mover
 from workers.movers import make_movers
 
 BLOB = 4096
-
-
-@pytest.fixture
-def groups() -> Iterator[list[peers.Peers]]:
-    found = meet_in_threads(2, epoch=7)
-    yield found
-    for group in found:
-        group.leave()
 
 
 def _blob(value: int) -> torch.Tensor:
