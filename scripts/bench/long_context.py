@@ -23,6 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, OlmoeConfig
 
 from placement.baselines import linear_placement
+from placement.errors import ConfigError
 from placement.fit.checkpoint import read_checkpoint
 from placement.fit.precision import Precision
 from placement.fit.serving import ServingRequest, fit_for_serving
@@ -177,6 +178,18 @@ def main() -> int:
     if options.plain_of is not None:
         print(json.dumps(run_plain(options.plain_of, options.tokens)))
         return 0
+    if options.tokens % PAGE or options.tokens <= 2 * PAGE:
+        parser.error(
+            f"--tokens {options.tokens}: it must be a multiple of {PAGE}, the KV cache's page, and over {2 * PAGE}"
+        )
+    try:
+        return compare(options)
+    except ConfigError as error:
+        parser.exit(2, f"{error}\n")
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Both models on the same prompt. Raises ConfigError where not even one expert has room."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         layers = make_model(folder, options.weights_gb, options.tokens)
