@@ -3,7 +3,7 @@ makes room next is found out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +16,24 @@ from workers.slots import Slots
 
 
 class Afterwards:
-    """guesses: fetch ahead by the policy's model of reuse, since there is no router to ask."""
+    """guesses: fetch ahead by the policy's model of reuse, since there is no router to ask.
+
+    What is put off is done in the order in which it came, and before anybody is ranked, so that it decides the same.
+    """
 
     def __init__(self, slots: Slots, policy: EvictionPolicy, ahead: Ahead, *, guesses: bool) -> None:
         self._slots = slots
         self._policy = policy
         self._ahead = ahead
         self._guesses = guesses
-        self._put_off: Callable[[], None] | None = None
+        self._put_off: deque[tuple[int, Found, NDArray[np.int64]]] = deque()
 
     def learn(self, layer: int, found: Found, foreseen: NDArray[np.int64]) -> None:
         """foreseen [m]: ids that a router asked ahead gave for the next layer."""
+        self.catch_up()
+        self._learn(layer, found, foreseen)
+
+    def _learn(self, layer: int, found: Found, foreseen: NDArray[np.int64]) -> None:
         self._policy.observe(layer, found.needed)
         if len(foreseen):
             self._ahead.prefetch(layer + 1, by_count(foreseen, self._policy.num_experts).tolist())
@@ -40,16 +47,27 @@ class Afterwards:
         self._ahead.end_layer(layer)
 
     def put_off(self, layer: int, found: Found, foreseen: NDArray[np.int64]) -> None:
-        """All of it is done when this one is told to catch up, before the next lookup at the latest."""
-        foreseen = foreseen.copy()
-
-        def work() -> None:
-            self.learn(layer, found, foreseen)
-            self.end(layer, found)
-
-        self._put_off = work
+        """Do it later."""
+        self._put_off.append((layer, found._replace(needed=found.needed.copy()), foreseen.copy()))
 
     def catch_up(self) -> None:
-        work, self._put_off = self._put_off, None
-        if work is not None:
-            work()
+        """Do all that was put off."""
+        while self._put_off:
+            layer, found, foreseen = self._put_off.popleft()
+            self._learn(layer, found, foreseen)
+            self.end(layer, found)
+
+    def use_the_time(self) -> None:
+        """The host is about to wait for the device. Where the last layer's copies take a while all is done; else only
+        what can't wait: nothing, as a rule, for at most as many layers as there are."""
+        if not self._put_off:
+            return
+        _, found, foreseen = self._put_off[-1]
+        if (
+            found.missing
+            or len(foreseen)
+            or self._guesses
+            or self._slots.table.num_foreseen
+            or len(self._put_off) >= self._policy.num_layers
+        ):
+            self.catch_up()

@@ -13,7 +13,8 @@ from torch import nn
 from workers.banks import BANK_SLOTS, Bank, make_banks
 from workers.blob import BlobLayout
 from workers.few_tokens import Fused, fused_for, most_pairs
-from workers.slot_cache import NOTHING, SlotCache
+from workers.passage import NOTHING
+from workers.slot_cache import SlotCache
 from workers.staging import Staging
 from workers.wave import Wave
 
@@ -70,7 +71,7 @@ class ExpertCompute:
                 return out
         # Without `known`, the one time that the host waits for the device: which experts does the layer need?
         wanted = ([] if known is not None else [experts]) + ([] if ahead is None else [ahead])
-        found = self._staging.fetch(*wanted, meanwhile=self._cache.catch_up)
+        found = self._staging.fetch(*wanted, meanwhile=self._cache.use_the_time)
         chosen = found[0] if known is None else known.reshape(-1)
         foreseen = NOTHING if ahead is None else found[-1]
         if experts.device != hidden.device:
@@ -135,7 +136,8 @@ class ExpertCompute:
     ) -> torch.Tensor:
         """Two launches a wave."""
         total: torch.Tensor | None = None
-        with closing(self._cache.waves(self._layer, chosen, foreseen, self._staging.send)) as waves:
+        send, show = self._staging.send, self._staging.show
+        with closing(self._cache.waves(self._layer, chosen, foreseen, send, show)) as waves:
             for wave in waves:
                 part = fused(hidden, experts, wave.there, weights, self._partial_dtype)
                 total = part if total is None else total + part
@@ -154,7 +156,8 @@ class ExpertCompute:
         ids, weight = experts.reshape(-1).long(), weights.reshape(-1)
         rows_of = np.bincount(chosen[chosen >= 0], minlength=1)
         partial = torch.zeros(hidden.shape, dtype=self._partial_dtype, device=hidden.device)
-        with closing(self._cache.waves(self._layer, chosen, foreseen, self._staging.send)) as waves:
+        send = self._staging.send
+        with closing(self._cache.waves(self._layer, chosen, foreseen, send, send)) as waves:
             for wave in waves:
                 slots, where = torch.sort(wave.there[ids])
                 begin = len(ids) - int(rows_of[wave.experts].sum())

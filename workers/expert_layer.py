@@ -82,7 +82,7 @@ class ExpertLayer:
     def __call__(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """hidden [T, H], top_k_index [T, K] logical ids, top_k_weights [T, K] -> [T, H]."""
         start = time.perf_counter()
-        (flat,) = self._ids.fetch(top_k_index, meanwhile=self._cache.catch_up)
+        (flat,) = self._ids.fetch(top_k_index, meanwhile=self._cache.use_the_time)
         chosen = flat.reshape(top_k_index.shape)
         self._recorder.record(self._layer, chosen, top_k_weights)
         plan, arrivals = self._dispatch(hidden, top_k_index, chosen, top_k_weights)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from placement.fit.precision import INT4_GROUP, Precision
 from workers.blob import BlobField, BlobLayout
+from workers.kernel_launch import Launcher, aligned
 
 KINDS = {Precision.STORED: 0, Precision.INT8: 1, Precision.INT4: 2}
 
@@ -27,6 +28,10 @@ class FusedExperts:
         self._up = _arguments(fields["gate_up_proj"], slots)
         self._down = _arguments(fields["down_proj"], slots)
         self._hidden, self._width = fields["down_proj"].shape
+        self._sizes = (self._hidden, self._width, INT4_GROUP)
+        self._blocks = triton.cdiv(self._width, UP_BLOCK[0]), triton.cdiv(self._hidden, DOWN_BLOCK[0])
+        self._gate_up = Launcher(_gate_up, num_warps=WARPS)
+        self._down_sum = Launcher(_down, num_warps=WARPS)
 
     def __call__(
         self,
@@ -36,29 +41,36 @@ class FusedExperts:
         weights: torch.Tensor,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        """hidden [n, H], experts [n, K] (-1: none), table: the slot of each expert (-1: none), weights [n, K] -> the
-        weighted sums [n, H]."""
+        """hidden [n, H], experts [n, K] (-1: none), table: the slot of each expert (-1: none; it may lie in pinned host
+        memory), weights [n, K] -> the weighted sums [n, H]."""
         tokens, top_k = experts.shape
         if hidden.stride(1) != 1:
             hidden = hidden.contiguous()
-        experts = experts.contiguous()
+        experts, weights = experts.contiguous(), weights.contiguous()
         middle = torch.empty((tokens * top_k, self._width), dtype=hidden.dtype, device=hidden.device)
         out = torch.empty((tokens, self._hidden), dtype=out_dtype, device=hidden.device)
         if tokens == 0:
             return out
-        sizes: Any = {"TOP_K": top_k, "HIDDEN": self._hidden, "WIDTH": self._width, "GROUP": INT4_GROUP}
-        up, down = UP_BLOCK, DOWN_BLOCK
-        _gate_up[(tokens * top_k, triton.cdiv(self._width, up["OUT"]))](
-            hidden, hidden.stride(0), experts, table, *self._up, middle, **sizes, **up
-        )
-        _down[(tokens, triton.cdiv(self._hidden, down["OUT"]))](
-            middle, experts, table, weights.contiguous(), *self._down, out, **sizes, **down
-        )
+        up_blocks, down_blocks = self._blocks
+        key = None
+        if aligned(hidden.data_ptr(), experts.data_ptr(), table.data_ptr(), weights.data_ptr()):
+            key = (hidden.dtype, hidden.stride(0), experts.dtype, table.dtype, top_k, weights.dtype, out_dtype)
+        self._gate_up(
+            (tokens * top_k, up_blocks, 1), key,
+            hidden, hidden.stride(0), experts, table, *self._up, middle, top_k, *self._sizes, *UP_BLOCK,
+        )  # fmt: skip
+        self._down_sum(
+            (tokens, down_blocks, 1), key,
+            middle, experts, table, weights, *self._down, out, top_k, 1 << (top_k - 1).bit_length(), *self._sizes,
+            *DOWN_BLOCK,
+        )  # fmt: skip
         return out
 
 
-UP_BLOCK: dict[str, Any] = {"OUT": 8, "IN": 512, "num_warps": 4}
-DOWN_BLOCK: dict[str, Any] = {"OUT": 4, "IN": 1024, "num_warps": 4}
+# Rows and columns of a block.
+UP_BLOCK = (8, 512)
+DOWN_BLOCK = (4, 1024)
+WARPS = 4
 
 
 def _arguments(field: BlobField, slots: torch.Tensor) -> tuple[Any, ...]:
@@ -134,7 +146,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
 @triton.jit
 def _down(  # type: ignore[no-untyped-def]
     middle, experts, table, shares, weights, slot_weights, scales, slot_scales, KIND: tl.constexpr, out,
-    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    TOP_K: tl.constexpr, KS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     OUT: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
     """out[token, rows] = the sum over the token's experts of share * down."""
@@ -142,10 +154,14 @@ def _down(  # type: ignore[no-untyped-def]
     row = tl.program_id(1) * OUT + tl.arange(0, OUT)
     here = tl.minimum(row, HIDDEN - 1)
     kind = middle.dtype.element_ty
+    # All at once: the table may lie in host memory, which is far away.
+    ks = tl.arange(0, KS)
+    chosen = tl.load(experts + token * TOP_K + ks, mask=ks < TOP_K, other=-1)
+    slots = tl.load(table + chosen, mask=chosen >= 0, other=-1).to(tl.int64)
     total = tl.zeros([OUT], tl.float32)
     for k in range(TOP_K):
         pair = token * TOP_K + k
-        slot = _slot_of(experts, table, pair)
+        slot = tl.sum(tl.where(ks == k, slots, 0), axis=0)
         if slot >= 0:
             matrix, scale = weights + slot * slot_weights, scales + slot * slot_scales
             part = _rows_times(matrix, scale, here, middle + pair * WIDTH, WIDTH, KIND, GROUP, OUT, IN)

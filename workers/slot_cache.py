@@ -8,7 +8,6 @@ cache holds stays. The slots themselves are `slots.py`, what is fetched ahead of
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator
 
 import numpy as np
@@ -22,15 +21,15 @@ from workers.ahead import Ahead
 from workers.host_slab import HostSlab
 from workers.links import Link
 from workers.memory import CountedMemory, Memory
+from workers.passage import NOTHING, Passage
 from workers.slots import Slots, Whole
 from workers.telemetry import CacheCounters
-from workers.wave import Group, Stage, Wave, grouped, staged
+from workers.wave import Stage, Wave
 
 LANDING_GROUP = 8
 ONE_WAVE = 16
 STREAM_FROM = 48
 PREFETCH_SHARE = 0.125
-NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class SlotCache:
@@ -63,11 +62,7 @@ class SlotCache:
         serves: Callable[[ExpertId], bool] | None = None,
     ) -> None:
         self.counters = CacheCounters(stream_from=stream_from)
-        self._policy = policy
         self._link = link
-        self._landing_group = landing_group
-        self._one_wave = one_wave
-        self._stream_from = stream_from
         self._slots = Slots(
             slab=slab,
             policy=policy,
@@ -89,6 +84,17 @@ class SlotCache:
             serves=slab.holds if serves is None else serves,
         )
         self._afterwards = Afterwards(self._slots, policy, self.ahead, guesses=guesses)
+        self._passage = Passage(
+            self._slots,
+            link=link,
+            ahead=self.ahead,
+            afterwards=self._afterwards,
+            counters=self.counters,
+            num_experts=policy.num_experts,
+            landing_group=landing_group,
+            one_wave=one_wave,
+            stream_from=stream_from,
+        )
 
     @property
     def slots(self) -> torch.Tensor:
@@ -127,98 +133,18 @@ class SlotCache:
         chosen: NDArray[np.int64],
         foreseen: NDArray[np.int64] = NOTHING,
         stage: Stage = torch.from_numpy,
+        show: Stage = torch.from_numpy,
     ) -> Generator[Wave]:
-        """Bring a step's experts through the slots. chosen [n]: their ids, -1 for one that is not here. The host slab
-        must own every one; those that it can't read are in no wave (`take_lost`). foreseen [m]: ids that a router asked
-        ahead gave for the next layer.
-
-        What the caller computes with a wave must be under way when it asks for the next. What comes `afterwards` is
-        done while a GPU computes; after a single wave when the cache is told to catch up.
-        """
-        self.catch_up()
-        self.take_lost()  # A layer that was broken off may have left some.
-        table = self._slots.table
-        self.ahead.begin_layer(layer)
-        found = table.look_up(layer, chosen)
-        self.counters.look_up(len(found.needed), len(found.hits))
-        missing, free = deque(found.missing), deque[int]()
-        hits, late = table.split_late(layer, found.hits) if found.stirring else (found.hits, [])
-        landing: deque[Wave] = deque()
-        try:
-            groups: list[Group] = []
-            if missing:
-                free.extend(table.victims(self._room_for(len(missing))))
-                groups = grouped(missing, free, self._landing_group)
-            if not missing and (len(found.needed) <= self._one_wave or not (groups or late)):
-                coming = [expert for group in groups for expert in self._send(layer, group)[0]]
-                # No other expert that the layer needs lies in a slot, so that the table itself says where.
-                row = table.slot_at[layer]
-                first = Wave([*hits, *late, *coming], row, stage(row))
-            else:
-                there = [(experts, table.slot_at[layer, experts].tolist()) for experts in (hits, late)]
-                first, *landed = staged([*there, *groups], self._policy.num_experts, stage)
-                landing.append(landed[0])
-                landing += self._send_all(layer, groups, landed[1:], stage)
-            learned = not (first.experts and self._link.defers)
-            if learned:
-                self._afterwards.learn(layer, found, foreseen)
-            if first.experts:
-                slots = self._slots.use(layer, first.experts, stirring=found.stirring or bool(found.missing))
-                yield first
-                table.release(slots, self._link.fence())
-            if not (learned or missing or landing):
-                self._afterwards.put_off(layer, found, foreseen)
-                return
-            if not learned:
-                self._afterwards.learn(layer, found, foreseen)
-            while missing or landing:
-                if not landing:
-                    free.extend(table.victims(len(missing)))
-                    landing += self._submit(layer, missing, free, stage)
-                    continue  # None of them may be readable.
-                wave = landing.popleft()
-                if not wave.experts:
-                    continue
-                slots = self._slots.use(layer, wave.experts, stirring=True)
-                yield wave
-                table.release(slots, self._link.fence())
-                if missing:
-                    free.extend(slots)
-                    landing += self._submit(layer, missing, free, stage)
-            self._afterwards.end(layer, found)
-        finally:
-            # A caller that broke off leaves copies under way into slots that are free for others from now on.
-            for wave in landing:
-                self._slots.use(layer, wave.experts, stirring=True)
-            table.held[:] = False
+        """Bring a step's experts through the slots; see `Passage.waves`."""
+        return self._passage.waves(layer, chosen, foreseen, stage, show)
 
     def catch_up(self) -> None:
-        """Do now what was left to be done of the last layer, while a GPU computes it."""
+        """Do now all that was put off of the last layers."""
         self._afterwards.catch_up()
 
-    def _room_for(self, num_missing: int) -> int:
-        if num_missing < self._stream_from:
-            return num_missing
-        self.counters.streamed_layers += 1
-        return 2 * self._landing_group
-
-    def _submit(self, layer: int, missing: deque[int], free: deque[int], stage: Stage) -> list[Wave]:
-        """Send for as many missing experts as there are free slots."""
-        groups = grouped(missing, free, self._landing_group)
-        return self._send_all(layer, groups, staged(groups, self._policy.num_experts, stage), stage)
-
-    def _send_all(self, layer: int, groups: list[Group], waves: list[Wave], stage: Stage) -> list[Wave]:
-        """Send for groups, each as one submission; their waves, without what can't be read."""
-        for number, group in enumerate(groups):
-            sent = self._send(layer, group)
-            if len(sent[0]) < len(group[0]):
-                (waves[number],) = staged([sent], self._policy.num_experts, stage)
-        return waves
-
-    def _send(self, layer: int, group: Group) -> Group:
-        sent, slots = self._slots.send(layer, *group, urgent=True)
-        self._slots.table.hold(slots)
-        return sent, slots
+    def use_the_time(self) -> None:
+        """Do what was put off of the last layers, as far as it pays now: the host is about to wait for the device."""
+        self._afterwards.use_the_time()
 
     def take_lost(self) -> list[int]:
         """The experts that the waves of the last layer lacked, since they can't be read."""
@@ -226,7 +152,7 @@ class SlotCache:
 
     def let_go(self) -> None:
         """No step is under way: hold nothing."""
-        self._slots.table.held[:] = False
+        self._slots.table.let_go()
 
     def forget(self, expert: ExpertId) -> None:
         """Drop an expert that this rank no longer owns."""

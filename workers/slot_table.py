@@ -6,7 +6,7 @@ A slot is *held* while a layer may compute with it, *foreseen* from a prefetch u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,9 @@ class SlotTable:
         self.num_filled = 0
         self.num_foreseen = 0
         self._fence: list[Fence | None] = [None] * num_slots
+        # Those that have a fence, and those for whose last use there is none yet.
+        self._fenced: list[int] = []
+        self._unfenced: list[int] = []
         self._layer_in: NDArray[np.int64] = np.full(num_slots, -1, np.int64)
         self._expert_in: NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self._policy = policy
@@ -54,7 +57,11 @@ class SlotTable:
 
     def look_up(self, layer: int, chosen: NDArray[np.int64]) -> Found:
         """Find a layer's distinct experts among chosen [n] (-1: none), and hold those that are in slots: what was found
-        of their value is old."""
+        of their value is old. All uses of slots so far must be over: no copy has to wait for them."""
+        for slot in self._fenced:
+            self._fence[slot] = None
+        self._fenced.clear()
+        self._unfenced = []
         found = self._found
         needed, hits, stirring = find(self.slot_at, self.held, self.stirring, layer, chosen, found)
         if self._ranked:
@@ -101,8 +108,10 @@ class SlotTable:
         """The slots that are empty."""
         return [int(slot) for slot in np.flatnonzero(self._layer_in < 0)]
 
-    def last_use(self, slots: list[int]) -> Fence | None:
-        """The newest fence of these slots."""
+    def last_use(self, slots: list[int], new_fence: Callable[[], Fence]) -> Fence | None:
+        """The newest fence of these slots. new_fence: makes one behind all that is under way."""
+        if self._unfenced and not set(self._unfenced).isdisjoint(slots):
+            return new_fence()
         newest: Fence | None = None
         for slot in slots:
             fence = self._fence[slot]
@@ -120,7 +129,19 @@ class SlotTable:
         """The computing with these slots is under way, and over behind the fence."""
         for slot in slots:
             self._fence[slot] = fence
+        self._fenced += slots
         self.held[slots] = False
+
+    def leave(self, slots: list[int]) -> None:
+        """The last computing of a layer, with these slots, is under way: whether it needs a fence is seen later, since
+        to make one takes long."""
+        self._unfenced += slots
+        self.held[slots] = False
+
+    def let_go(self) -> None:
+        """Hold nothing more. What may still be computed with what was held is not known."""
+        if self.held.any():
+            self.leave([int(slot) for slot in np.flatnonzero(self.held)])
 
     def arrived(self, slot: int) -> None:
         """There is nothing left to wait for."""
@@ -185,6 +206,11 @@ class SlotTable:
             ranked = self._policy.rank(self._layer_in, self._expert_in, free, count)
         self._ranked = ranked[count:]
         return ranked[:count]
+
+    @property
+    def num_ranked(self) -> int:
+        """How many are known to make room next."""
+        return len(self._ranked)
 
     def rank_ahead(self, count: int) -> None:
         """Find out now who makes room for so many next time."""

@@ -108,7 +108,7 @@ class Slots:
             if not items:
                 return experts, slots
         pairs = [(self._rows[slot], blob) for slot, blob in zip(slots, blobs, strict=True)]
-        arrival = self._link.copy(pairs, after=self.table.last_use(slots), urgent=urgent)
+        arrival = self._link.copy(pairs, after=self.table.last_use(slots, self._link.fence), urgent=urgent)
         # The copies are what the layer waits for: all else comes after they were given.
         for slot in slots:
             self.empty(slot)

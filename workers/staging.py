@@ -39,13 +39,14 @@ class Staging:
         self._used = 0
 
     def fetch(self, *ids: torch.Tensor, meanwhile: Callable[[], None] = lambda: None) -> list[NDArray[Any]]:
-        """Integers of the device or of the host, each flat, on the host, until the next call; what was sent so far is
-        done then. meanwhile: what the host does before it waits."""
+        """Integers of the device or of the host, each flat, on the host, until the next call. What was launched before
+        it is done then, unless there are none: whoever asks for none knows that it is. meanwhile: what the host does
+        before it waits."""
         self.begin()
         if sum(each.numel() for each in ids if each.is_cuda) > self._capacity:
             meanwhile()
             return [each.reshape(-1).cpu().to(self._fetched.dtype).numpy() for each in ids]
-        start, found, waits = 0, [], False
+        start, found = 0, list[NDArray[Any]]()
         for each in ids:
             if not each.is_cuda:
                 found.append(each.reshape(-1).to(self._fetched.dtype).numpy())
@@ -54,9 +55,8 @@ class Staging:
             here.copy_(each.reshape(-1), non_blocking=True)
             found.append(seen)
             start += each.numel()
-            waits = True
         meanwhile()
-        if waits:
+        if ids and self._capacity:
             torch.cuda.current_stream(self._device).synchronize()
         return found
 
@@ -71,9 +71,30 @@ class Staging:
 
     def send(self, array: NDArray[Any]) -> torch.Tensor:
         """The array on the device, for what is computed until `begin`. What has no room goes from pageable memory."""
+        views = self._reserve(array)
+        if views is None:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+        if views.seen is None:
+            views.written[...] = array
+            return views.there.copy_(views.here, non_blocking=True)
+        # Of all kernels that could carry them over this takes the least of the host's time: it inverts them once more.
+        np.invert(array, out=views.written)
+        return torch.bitwise_not(views.seen, out=views.there)
+
+    def show(self, array: NDArray[Any]) -> torch.Tensor:
+        """The array where a kernel can read it, likewise, in host memory if that is possible: for a kernel that reads
+        it once that takes less than to send it."""
+        views = self._reserve(array)
+        if views is None or views.seen is None:
+            return self.send(array)
+        views.written[...] = array
+        return views.seen
+
+    def _reserve(self, array: NDArray[Any]) -> _Views | None:
+        """A place for an array, if there is room for it."""
         start, end = self._used, self._used + array.size
         if end > self._capacity:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+            return None
         # The next one begins where 16 elements end: few sizes come again and again, and so do their views.
         self._used = -(-end // 16) * 16
         views = self._views.get((start, array.shape))
@@ -81,12 +102,7 @@ class Staging:
             views = _Views(self, start, array.shape)
             if len(self._views) < CAPACITY // 16:
                 self._views[start, array.shape] = views
-        if views.seen is None:
-            views.written[...] = array
-            return views.there.copy_(views.here, non_blocking=True)
-        # Of all kernels that could carry them over this takes the least of the host's time: it inverts them once more.
-        np.invert(array, out=views.written)
-        return torch.bitwise_not(views.seen, out=views.there)
+        return views
 
 
 class _Views:

@@ -99,7 +99,7 @@ def measure(trace: RoutingTrace, policy: EvictionPolicy, *, batch: int, share: f
                 if number == 0:
                     wave.slots[chosen]
                     launched = time.perf_counter()
-            cache.catch_up()
+            cache.use_the_time()
             after.append(time.perf_counter() - launched)
             before.append(launched - begun)
     needed = np.unique(chosen)

@@ -67,6 +67,24 @@ def test_the_fused_kernels_give_what_plain_torch_gives(
     assert found[2].eq(0).all()
 
 
+def test_the_fused_kernels_give_the_same_again_however_their_arguments_lie_in_memory() -> None:
+    pytest.importorskip("triton")
+    if DEVICE == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    from workers.fused_kernel import FusedExperts
+
+    layout, slots, hidden = _example(Precision.STORED, torch.float32)
+    fused = FusedExperts(layout, slots)
+    table = torch.tensor([7, 0, 3, -1, 5], device=DEVICE)
+    ids = torch.tensor([-1, 0, 1, -1, 2, -1, 3], device=DEVICE)
+    weights = torch.rand((TOKENS, TOP_K), device=DEVICE)
+    for chosen in (ids[1:].view(TOKENS, TOP_K), ids[1:].view(TOKENS, TOP_K).clone()):
+        expected = reference(layout.read(slots), hidden, torch.where(chosen < 0, -1, table[chosen]), weights)
+        for _ in range(3):
+            found = fused(hidden, chosen, table, weights, torch.float32)
+            assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
 def test_the_reference_is_what_transformers_computes() -> None:
     layout, slots, hidden = _example(Precision.STORED, torch.float32)
     module = experts_modules(AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"], dtype=torch.float32))[0].to(DEVICE)

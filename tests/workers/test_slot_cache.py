@@ -15,7 +15,7 @@ from placement.cache.policy import EvictionPolicy, PolicyName
 from placement.core import ExpertId, Placement
 from placement.topology import load_topology
 from workers.host_slab import HostSlab
-from workers.links import DirectLink, Link
+from workers.links import Arrival, DirectLink, Fence, Link, Pair
 from workers.routing import RoutingTable
 from workers.slot_cache import SlotCache
 from workers.thread_link import ThreadLink
@@ -277,6 +277,44 @@ def test_every_expert_of_every_step_is_served_with_its_own_weights(
         cache.ahead.prefetch((layer + 1) % LAYERS, ahead)
         if size:
             cache.resize(size)
+
+
+class _PuttingOff(DirectLink):
+    """Has a cache do things in the order in which it does them on a GPU, and remembers what copies waited for."""
+
+    overlaps = True
+    defers = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_for: list[int | None] = []
+
+    def copy(self, pairs: Sequence[Pair], *, after: Fence | None, urgent: bool) -> Arrival:
+        self.waited_for.append(None if after is None else after.number)
+        return super().copy(pairs, after=after, urgent=urgent)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, LAYERS - 1), st.lists(st.integers(0, EXPERTS - 1), max_size=6, unique=True))),
+    st.integers(1, 14),
+)
+@settings(deadline=None)
+def test_what_is_put_off_changes_no_decision(steps: list[tuple[int, list[int]]], num_slots: int) -> None:
+    caches = [_cache(num_slots, link=link, policy=PolicyName.REUSE, one_wave=4) for link in (None, _PuttingOff())]
+    for layer, experts in steps:
+        for cache in caches:
+            _run(cache, layer, experts)
+        assert caches[0].resident(0) == caches[1].resident(0)
+        assert caches[0].resident(1) == caches[1].resident(1)
+
+
+def test_a_copy_waits_only_for_the_computing_that_may_still_be_under_way() -> None:
+    link = _PuttingOff()
+    cache = _cache(2, link=link, one_wave=4)
+    _run(cache, 0, [0, 1])
+    cache.ahead.prefetch(1, [5])  # What lies in its slot may still be computed with.
+    _run(cache, 0, [2])  # The ids of this layer are there: all that was computed before is done.
+    assert link.waited_for == [None, 1, None]
 
 
 @pytest.mark.parametrize("seed", range(3))

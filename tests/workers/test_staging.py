@@ -22,6 +22,16 @@ def test_what_is_sent_arrives_in_its_shape_also_where_it_has_no_room() -> None:
         assert all(torch.equal(there.cpu(), torch.from_numpy(array)) for there, array in zip(sent, arrays, strict=True))
 
 
+def test_what_is_shown_can_be_read_on_the_device_until_the_next_beginning() -> None:
+    staging = Staging(DEVICE, capacity=64)
+    for _ in range(2):
+        staging.begin()
+        arrays = [np.arange(start, start + 12) for start in range(0, 96, 12)]
+        shown = [staging.show(array) for array in arrays]
+        assert all(there.device.type == DEVICE.type for there in shown)
+        assert all((there + 1).tolist() == (array + 1).tolist() for there, array in zip(shown, arrays, strict=True))
+
+
 @pytest.mark.parametrize("size", [3, 100])
 def test_what_is_fetched_is_flat_and_of_the_stagings_type(size: int) -> None:
     staging = Staging(DEVICE, capacity=64)
