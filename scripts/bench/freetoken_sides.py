@@ -103,8 +103,10 @@ def banks_of(bench: Bench) -> dict[str, list[torch.Tensor]]:
         shape, kind = weights[0].shape, weights[0].dtype
         held = host_memory(len(weights) * shape[0], weights[0][0].numel() * kind.itemsize, pin=CUDA)
         banks[bank] = list(held.view(kind).view(len(weights), *shape).unbind())
-        for target, source in zip(banks[bank], weights, strict=True):
-            target.copy_(source)
+        for targets, sources in zip(banks[bank], weights, strict=True):
+            # A layer may lie in two registrations, from which CUDA does not copy as one.
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
     return banks
 
 

@@ -51,9 +51,9 @@ def parts(trace: Path, out: Path, commit: str, soak_seconds: float) -> list[Part
         offload("small", "copies,small,launches", 150),
         Part(name="prefetch", arguments=ahead, limit_s=100),
         offload("table", "cached,resident,peers", 170),
-        offload("qwen3", "copies,cached,resident,peers", 110, "--shape", "qwen3", "--batches", "1,8,32"),
+        offload("qwen3", "copies,cached,resident,peers", 200, "--shape", "qwen3"),
         offload("soak", "tiers,soak", 60 + soak_seconds, "--soak-seconds", str(soak_seconds)),
-        offload("mixtral", "copies,cached,peers", 80, "--shape", "mixtral", "--batches", "1,8,32"),
+        offload("mixtral", "copies,cached,resident,peers", 140, "--shape", "mixtral"),
         Part(
             name="long",
             arguments=("scripts/bench/long_context.py", "--commit", commit, "--out", str(out / "long.json")),

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from placement.cache.policy import compile_policies
 from placement.intervals import random_groups
 from placement.trace import load_trace
 from scripts.bench.offload import CPU_LINK, CUDA, DEVICE, DTYPE, Bench, raw_bandwidth
@@ -95,8 +96,8 @@ def compare(bench: Bench, batch: int, share: float, link_bytes_per_s: float) -> 
     ]
     found: dict[bool, list[float]] = {False: [], True: []}
     hits: dict[bool, list[float]] = {False: [], True: []}
-    cache.ahead.wanted = False
-    seconds_per_step(bench, cache, layers, router, steps[: count // 2])
+    for cache.ahead.wanted in (True, False):  # What is loaded or compiled at its first use is loaded now.
+        seconds_per_step(bench, cache, layers, router, steps[: count // 2])
     for turn in range(2 * PAIRS):
         # Without, with, with, without: what drifts weighs on both alike.
         cache.ahead.wanted = turn % 4 in (1, 2)
@@ -145,10 +146,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--forced", action="store_true", help="fetch ahead however busy the link is")
+    parser.add_argument("--batches", help="of those that are measured, these alone, comma-separated")
     parser.add_argument("--commit", default="", help="for machines without git")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    wanted = list(STEPS) if options.batches is None else [int(batch) for batch in options.batches.split(",")]
     bench = Bench(load_trace(options.trace))
+    compile_policies()
     with torch.no_grad():
         link_bytes_per_s = raw_bandwidth(bench) if CUDA else CPU_LINK
         bench.note("raw pinned copy", gbs=link_bytes_per_s / 1e9)
@@ -165,7 +169,7 @@ def main() -> None:
             dtype=DTYPE,
         )
         bench.note("crossover", stream_from=crossover, seconds=time.perf_counter() - begun)
-        for batch in STEPS:
+        for batch in wanted:
             for share in (0.25, 0.5):
                 compare(bench, batch, share, math.inf if options.forced else link_bytes_per_s)
                 write(options, bench)
