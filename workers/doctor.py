@@ -18,8 +18,12 @@ from typing import Any
 
 import torch
 
+from workers.cuda_edge import link_for
+from workers.pinning import HostRows
+
 PROBE_BYTES = 256 << 20
 PROBE_ROUNDS = 4
+PROBE_ROWS = 16
 USABLE_SHARE_OF_LINK = 0.75
 # GB/s a lane and direction, after encoding, by PCIe generation.
 LANE_GBS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.97, 5: 3.94, 6: 7.56}
@@ -70,7 +74,7 @@ def locked_memory() -> Finding:
         name="locked memory",
         found=text,
         verdict=Verdict.WARNING,
-        advice="RDMA needs `ulimit -l unlimited`; CUDA pins memory without it",
+        advice="RDMA needs `ulimit -l unlimited`, and so does CUDA where it refuses to pin the experts' memory",
     )
 
 
@@ -125,6 +129,11 @@ def _examine_gpu(index: int) -> list[Finding]:
             advice="" if pinned > 1.5 * pageable else "no faster than pageable memory: pinning does not work here",
         ),
         Finding(name=f"{name} pageable copy", found=f"{pageable / 1e9:.1f} GB/s", verdict=Verdict.OK),
+        Finding(
+            name=f"{name} through a ring",
+            found=f"{bounced_bandwidth(device) / 1e9:.1f} GB/s (experts that CUDA does not pin)",
+            verdict=Verdict.OK,
+        ),
         _numa(name, properties),
     ]
 
@@ -140,6 +149,21 @@ def copy_bandwidth(device: torch.device, *, pinned: bool) -> float:
         target.copy_(source, non_blocking=True)
         torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - begun)
+    return PROBE_BYTES / best
+
+
+def bounced_bandwidth(device: torch.device) -> float:
+    """Bytes/s of blobs from memory that is not pinned, as they go where CUDA refuses to pin it."""
+    source = torch.ones((PROBE_ROWS, PROBE_BYTES // PROBE_ROWS), dtype=torch.uint8)
+    target = torch.empty_like(source, device=device)
+    link = link_for(device, HostRows(source, 0))
+    best = float("inf")
+    for _ in range(PROBE_ROUNDS):
+        torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        link.copy(list(zip(target, source, strict=True)), after=None, urgent=True).finish()
+        best = min(best, time.perf_counter() - begun)
+    link.close()
     return PROBE_BYTES / best
 
 

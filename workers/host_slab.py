@@ -19,14 +19,15 @@ from placement.core import ExpertId
 from placement.errors import MigrationError
 from workers.links import Arrival
 from workers.offers import NOTHING, Offer
-from workers.pinning import host_memory
+from workers.pinning import HostRows, host_memory
 
 
 class HostSlab:
     """[capacity, blob_bytes] uint8 in host memory, and which expert lies in which row. Safe to use from threads."""
 
-    def __init__(self, *, capacity: int, blob_bytes: int, pin: bool = False, blobs: torch.Tensor | None = None) -> None:
-        self._blobs = host_memory(capacity, blob_bytes, pin=pin) if blobs is None else blobs
+    def __init__(self, *, capacity: int, blob_bytes: int, pin: bool = False, memory: HostRows | None = None) -> None:
+        self.memory = host_memory(capacity, blob_bytes, pin=pin) if memory is None else memory
+        self._blobs = self.memory.rows
         # Made once: an index into a tensor takes as long as the rest of a lookup.
         self._views = self._blobs.unbind()
         self._free = list(range(capacity - 1, -1, -1))

@@ -100,7 +100,7 @@ class DirectLink:
         return
 
 
-class _CudaArrival:
+class CudaArrival:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
@@ -133,14 +133,14 @@ class CudaLink:
     defers = True
 
     def __init__(self, device: torch.device) -> None:
-        self._urgent = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._patient = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+        self.urgent = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self.patient = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
         self._last_urgent: torch.cuda.Event | None = None
         self._fences = 0
         self._submit = bare_submit(device)
 
     def copy(self, pairs: Sequence[Pair], *, after: Any, urgent: bool) -> Arrival:
-        stream = self._urgent if urgent else self._patient
+        stream = self.urgent if urgent else self.patient
         if after is not None:
             stream.wait_event(after.event)
         if not urgent and self._last_urgent is not None:
@@ -157,7 +157,7 @@ class CudaLink:
         event.record(stream)
         if urgent:
             self._last_urgent = event
-        return _CudaArrival(event)
+        return CudaArrival(event)
 
     def fence(self) -> Fence:
         self._fences += 1
@@ -166,9 +166,5 @@ class CudaLink:
         return _CudaFence(event, self._fences)
 
     def close(self) -> None:
-        self._urgent.synchronize()
-        self._patient.synchronize()
-
-
-def link_for(device: torch.device) -> Link:
-    return CudaLink(device) if device.type == "cuda" else DirectLink()
+        self.urgent.synchronize()
+        self.patient.synchronize()

@@ -16,13 +16,14 @@ from placement.fit.sizing import CACHE_ELEMENT_BYTES, kv_bytes_per_request
 from placement.tiers import hottest_first
 from placement.topology import Topology
 from workers.crossover import measure_crossover
+from workers.cuda_edge import link_for
 from workers.exchange import Exchange
 from workers.expert_layer import ExpertLayer
 from workers.expert_source import ExpertSource, ModuleExperts
 from workers.foresight import next_routers
 from workers.gathering import GatherExchange, is_worth_gathering
 from workers.group import Group
-from workers.links import Link, link_for
+from workers.links import Link
 from workers.loading import check_fits, fill_slab, shape_of
 from workers.memory import Memory, memory_of
 from workers.recorder import Recorder
@@ -134,7 +135,7 @@ class ParallelModel:
 
     def _link(self, bytes_per_s: float | None) -> Link:
         if bytes_per_s is None:
-            return link_for(self._device)
+            return link_for(self._device, self.slab.memory)
         # Chunks as small beside an expert as a GPU's are, so that what is urgent overtakes as soon.
         return ThreadLink(bytes_per_s=bytes_per_s, chunk_bytes=self.layout.num_bytes // 4)
 

@@ -45,7 +45,7 @@ class SharedSlab(HostSlab):
         weakref.finalize(self, os.close, self._file)
         os.ftruncate(self._file, _file_bytes(capacity, blob_bytes))
         mine = _Rows(self._file, capacity, blob_bytes, pin=pin)
-        super().__init__(capacity=capacity, blob_bytes=blob_bytes, blobs=mine.blobs)
+        super().__init__(capacity=capacity, blob_bytes=blob_bytes, memory=mine.memory)
         self._borrowers = mine.borrowers
         self._blob_bytes = blob_bytes
         self._pin = pin
@@ -212,7 +212,8 @@ class _Rows:
         mapping = mmap.mmap(file, _file_bytes(rows, blob_bytes))
         size = rows * blob_bytes
         flat = torch.frombuffer(mapping, dtype=torch.uint8)[:size] if size else torch.empty(0, dtype=torch.uint8)
-        self.blobs = prepare(flat, blob_bytes, pin=pin, touch=touch)
+        self.memory = prepare(flat, blob_bytes, pin=pin, touch=touch)
+        self.blobs = self.memory.rows
         self.borrowers = np.frombuffer(mapping, np.int64, rows, _file_bytes(rows, blob_bytes) - _table_bytes(rows))
 
 

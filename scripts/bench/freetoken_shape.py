@@ -16,7 +16,8 @@ from placement.trace import RoutingTrace
 from scripts.bench.freetoken_sides import Ours, Rival, clocked, graph_of, num_wrong
 from scripts.bench.offload import CPU_LINK, CUDA, DEVICE, Bench, raw_bandwidth
 from scripts.bench.offload_shapes import SHAPES
-from workers.links import Link, link_for
+from workers.cuda_edge import link_for
+from workers.links import Link
 from workers.slot_cache import SlotCache
 from workers.thread_link import ThreadLink
 
@@ -37,7 +38,7 @@ def slots_of_shape(bench: Bench) -> int:
 def shape_cache(bench: Bench) -> SlotCache:
     """All that a layer misses lands in slots of its own, however much that is, as in FreeToken's cache."""
     trace = bench.trace
-    link: Link = link_for(DEVICE) if CUDA else ThreadLink(bytes_per_s=CPU_LINK)
+    link: Link = link_for(DEVICE, bench.slab.memory) if CUDA else ThreadLink(bytes_per_s=CPU_LINK)
     policy = EvictionPolicy(
         PolicyName.REUSE,
         num_layers=trace.num_layers,

@@ -101,7 +101,7 @@ def banks_of(bench: Bench) -> dict[str, list[torch.Tensor]]:
     for bank, name in BANKS.items():
         weights = [layer.get_parameter(name) for layer in bench.resident]
         shape, kind = weights[0].shape, weights[0].dtype
-        held = host_memory(len(weights) * shape[0], weights[0][0].numel() * kind.itemsize, pin=CUDA)
+        held = host_memory(len(weights) * shape[0], weights[0][0].numel() * kind.itemsize, pin=CUDA).rows
         banks[bank] = list(held.view(kind).view(len(weights), *shape).unbind())
         for targets, sources in zip(banks[bank], weights, strict=True):
             # A layer may lie in two registrations, from which CUDA does not copy as one.

@@ -42,7 +42,7 @@ def stage_offload(crew: Crew) -> None:
 def _measure(crew: Crew, groups: object, binding: str) -> None:
     """Memory is touched first, hence placed, by threads of the bound CPUs."""
     blob, count = (BLOB, BLOBS) if crew.cuda else (1 << 12, 4)
-    host = host_memory(count, blob, pin=crew.cuda)
+    host = host_memory(count, blob, pin=crew.cuda).rows
     crew.keep.append(host)
     device = torch.zeros((count, blob), dtype=torch.uint8, device=crew.device)
     control = groups.control  # type: ignore[attr-defined]

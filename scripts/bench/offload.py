@@ -34,9 +34,10 @@ from placement.core import ExpertId
 from placement.trace import RoutingTrace, load_trace
 from scripts.bench.offload_shapes import SHAPES, Shape, routing_for
 from workers.blob import layout_of
+from workers.cuda_edge import link_for
 from workers.expert_compute import ExpertCompute
 from workers.host_slab import HostSlab
-from workers.links import Link, link_for
+from workers.links import Link
 from workers.seam import experts_modules
 from workers.slot_cache import SlotCache
 from workers.thread_link import ThreadLink
@@ -121,7 +122,7 @@ class Bench:
         trace = self.trace
         policy = copy.deepcopy(self._policy(batch if learn else 0))
         policy.resize(share)
-        link: Link = link_for(DEVICE) if CUDA else ThreadLink(bytes_per_s=CPU_LINK)
+        link: Link = link_for(DEVICE, self.slab.memory) if CUDA else ThreadLink(bytes_per_s=CPU_LINK)
         return SlotCache(
             slab=self.slab,
             policy=policy,
@@ -226,9 +227,11 @@ def raw_bandwidth(bench: Bench) -> float:
 
 
 def stage_copies(bench: Bench) -> None:
+    from scripts.bench.offload_unpinned import unpinned_copies
+
     raw = raw_bandwidth(bench) if CUDA else CPU_LINK
     bench.note("raw pinned copy", gbs=raw / 1e9)
-    link: Link = link_for(DEVICE) if CUDA else ThreadLink(bytes_per_s=CPU_LINK)
+    link: Link = link_for(DEVICE, bench.slab.memory) if CUDA else ThreadLink(bytes_per_s=CPU_LINK)
     target = torch.empty((64, bench.layout.num_bytes), dtype=torch.uint8, device=DEVICE)
     pairs = [(row, bench.slab.blob(ExpertId(1, index % bench.trace.num_experts))) for index, row in enumerate(target)]
     for urgent in (True, False):
@@ -243,6 +246,8 @@ def stage_copies(bench: Bench) -> None:
         rate = statistics.median(rates)
         bench.note("demand copies" if urgent else "prefetch copies", gbs=rate / 1e9, of_raw=rate / raw)
     link.close()
+    if CUDA:
+        unpinned_copies(bench, raw)
 
 
 def stage_resident(bench: Bench) -> None:

@@ -17,10 +17,10 @@ from placement.fit.precision import Precision
 from scripts.bench.offload import CUDA, DEVICE, DTYPE, STEPS, WARM_STEPS, Bench, _sync, timed_steps
 from workers.banks import make_banks
 from workers.blob import layout_of
+from workers.cuda_edge import link_for
 from workers.expert_compute import ExpertCompute
 from workers.few_tokens import fused_for
 from workers.host_slab import HostSlab
-from workers.links import link_for
 from workers.slot_cache import SlotCache
 from workers.staging import Staging
 
@@ -73,7 +73,7 @@ def stage_launches(bench: Bench) -> None:
     ids = torch.zeros((1, 8), dtype=torch.int64, device=DEVICE)
     bench.note("host: one small operation", us=host_us(lambda: tiny.add_(1)))
     bench.note("host: ids to the host", us=host_us(ids.cpu))
-    link = link_for(DEVICE)
+    link = link_for(DEVICE, bench.slab.memory)
     slots = torch.zeros((64, bench.layout.num_bytes), dtype=torch.uint8, device=DEVICE)
     pair = (slots[0], bench.slab.blob(ExpertId(0, 0)))
     bench.note("host: submit one copy", us=host_us(lambda: link.copy([pair], after=None, urgent=True)))
@@ -190,7 +190,7 @@ def in_precision(bench: Bench, precision: Precision) -> Bench:
 
 def stage_precision(bench: Bench) -> None:
     """Link time of an expert and of a step, slots of the same bytes, and the outputs' distance from those stored."""
-    link = link_for(DEVICE)
+    link = link_for(DEVICE, bench.slab.memory)
     link_s: dict[str, float] = {}
     for precision in Precision:
         other = bench if precision is Precision.STORED else in_precision(bench, precision)

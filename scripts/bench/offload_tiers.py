@@ -15,10 +15,10 @@ import torch
 
 from placement.core import ExpertId
 from scripts.bench.offload import CUDA, DEVICE, DTYPE, STEPS, Bench, raw_bandwidth, run_step, timed_steps
+from workers.cuda_edge import link_for
 from workers.disk_tier import BlobFile, DiskTier
 from workers.expert_compute import ExpertCompute
 from workers.host_slab import checksum
-from workers.links import link_for
 from workers.shared_slab import SharedSlab
 from workers.slot_cache import SlotCache
 from workers.tiered_slab import LEAST_ROWS, TieredSlab
@@ -82,7 +82,7 @@ def _shared(bench: Bench) -> None:
     for item in items:
         here.add(item, bench.slab.blob(item))
     target = torch.empty((len(items), size), dtype=torch.uint8, device=DEVICE)
-    link, rates = link_for(DEVICE), []
+    link, rates = link_for(DEVICE, here.memory), []
     for _ in range(5):
         begun = time.perf_counter()
         pairs = [(row, here.blob(item)) for row, item in zip(target, items, strict=True)]

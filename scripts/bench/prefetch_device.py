@@ -27,9 +27,9 @@ from placement.intervals import random_groups
 from placement.trace import load_trace
 from scripts.bench.offload import CPU_LINK, CUDA, DEVICE, DTYPE, Bench, raw_bandwidth
 from workers.crossover import measure_crossover
+from workers.cuda_edge import link_for
 from workers.expert_compute import ExpertCompute
 from workers.foresight import NextRouter
-from workers.links import link_for
 from workers.slot_cache import SlotCache
 
 PRECISION = 0.73
@@ -161,7 +161,7 @@ def main() -> None:
             slab=bench.slab,
             layout=bench.layout,
             module=bench.module,
-            link=link_for(DEVICE),
+            link=link_for(DEVICE, bench.slab.memory),
             device=DEVICE,
             num_slots=384,
             num_experts=bench.trace.num_experts,
