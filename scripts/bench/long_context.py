@@ -134,7 +134,7 @@ def run_worker(options: WorkerOptions, layers: int, tokens: int) -> dict[str, An
     worker = ExpertWorker(options, rank=0, topology=load_topology("1x1"), placement=placement)
     worker.join(worker.open_rendezvous(host="127.0.0.1", interface="lo"))
     begun = time.perf_counter()
-    worker.submit(GenerationRequest(request="long", prompt=prompt_of(tokens), max_new_tokens=NEW))
+    worker.submit(GenerationRequest(request="long", prompt=prompt_of(tokens), max_new_tokens=NEW, stream=True))
     text: list[int] = []
     first_s, error, ended = 0.0, None, False
     while not ended:
