@@ -64,63 +64,65 @@ class Passage:
         GPU computes; after a single wave some time after the next `use_the_time`.
         """
         self._afterwards.use_the_time()
-        self._slots.take_lost()  # A layer that was broken off may have left some.
         table = self._slots.table
         self._ahead.begin_layer(layer)
         found = table.look_up(layer, chosen)
         self._counters.look_up(len(found.needed), len(found.hits))
         try:
-            if found.hits and not (found.missing or found.stirring or len(found.hits) > self._one_wave):
-                yield from self._at_once(layer, found, foreseen, show)
+            few = 0 < len(found.needed) <= self._one_wave and len(found.missing) < self._stream_from
+            if not few:
+                yield from self._several(layer, found, foreseen, stage, [])
+            elif found.missing:
+                # Nothing is done before the copies are given that can be done after it.
+                free = self._victims(len(found.missing))
+                if len(free) == len(found.missing):
+                    coming = self._send_in_groups(layer, found.missing, free)
+                    yield from self._at_once(layer, found, foreseen, [*found.hits, *coming], stage)
+                else:
+                    yield from self._several(layer, found, foreseen, stage, free)
             else:
-                yield from self._several(layer, found, foreseen, stage)
-        finally:
-            # Of a layer that was broken off some are still held.
+                yield from self._at_once(layer, found, foreseen, found.hits, show)
+        except BaseException:
+            # Of a layer that is broken off some are still held, and some may be lost.
             table.let_go()
+            self._slots.take_lost()
+            raise
 
-    def _at_once(self, layer: int, found: Found, foreseen: NDArray[np.int64], show: Stage) -> Generator[Wave]:
-        """A layer whose experts are all there, as most are: nothing is waited for."""
+    def _at_once(
+        self, layer: int, found: Found, foreseen: NDArray[np.int64], experts: list[int], stage: Stage
+    ) -> Generator[Wave]:
+        """A layer of few experts, all of them in slots or on their way there, as one wave. No other expert that it
+        needs lies in a slot, so that the table itself says where."""
         table = self._slots.table
         row = table.slot_at[layer]
-        slots = row[found.hits].tolist()
-        first = Wave(found.hits, row, show(row))
+        there = stage(row)
+        slots = self._slots.use(layer, experts, stirring=found.stirring or bool(found.missing))
         self._before_computing(layer, found, foreseen)
-        yield first
+        if experts:
+            yield Wave(experts, row, there)
         table.leave(slots)
         self._after_one_wave(layer, found, foreseen)
 
-    def _several(self, layer: int, found: Found, foreseen: NDArray[np.int64], stage: Stage) -> Generator[Wave]:
-        """What is there first, what is missing as it lands."""
+    def _several(
+        self, layer: int, found: Found, foreseen: NDArray[np.int64], stage: Stage, free_now: list[int]
+    ) -> Generator[Wave]:
+        """What is there first, what is missing as it lands. free_now: slots that were asked for already."""
         table = self._slots.table
-        missing, free = deque(found.missing), deque[int]()
+        missing, free = deque(found.missing), deque(free_now)
         hits, late = table.split_late(layer, found.hits) if found.stirring else (found.hits, [])
         landing: deque[Wave] = deque()
         try:
-            groups: list[Group] = []
-            if missing:
-                room = self._room_for(len(missing))
-                if table.num_ranked < room:
-                    self._afterwards.catch_up()
-                free.extend(table.victims(room))
-                groups = grouped(missing, free, self._landing_group)
-            if not missing and (len(found.needed) <= self._one_wave or not (groups or late)):
-                coming = [expert for group in groups for expert in self._send(layer, group)[0]]
-                # No other expert that the layer needs lies in a slot, so that the table itself says where.
-                row = table.slot_at[layer]
-                first = Wave([*hits, *late, *coming], row, stage(row))
-            else:
-                there = [(experts, table.slot_at[layer, experts].tolist()) for experts in (hits, late)]
-                first, *landed = staged([*there, *groups], self._num_experts, stage)
-                landing.append(landed[0])
-                landing += self._send_all(layer, groups, landed[1:], stage)
+            if missing and not free:
+                free.extend(self._victims(self._room_for(len(missing))))
+            groups = grouped(missing, free, self._landing_group)
+            there = [(experts, table.slot_at[layer, experts].tolist()) for experts in (hits, late)]
+            first, *landed = staged([*there, *groups], self._num_experts, stage)
+            landing.append(landed[0])
+            landing += self._send_all(layer, groups, landed[1:], stage)
             if first.experts:
-                slots = self._slots.use(layer, first.experts, stirring=found.stirring or bool(found.missing))
+                slots = self._slots.use(layer, first.experts, stirring=found.stirring)
                 self._before_computing(layer, found, foreseen)
                 yield first
-                if not (missing or landing):
-                    table.leave(slots)
-                    self._after_one_wave(layer, found, foreseen)
-                    return
                 table.release(slots, self._link.fence())
             if self._link.defers or not first.experts:
                 self._afterwards.learn(layer, found, foreseen)
@@ -143,6 +145,10 @@ class Passage:
             # A caller that broke off leaves copies under way into slots that are free for others from now on.
             for wave in landing:
                 self._slots.use(layer, wave.experts, stirring=True)
+
+    def _victims(self, count: int) -> list[int]:
+        """Up to so many slots that may be overwritten, as the policy says that has learned of all layers so far."""
+        return self._slots.table.victims(count, before_ranking=self._afterwards.catch_up)
 
     def _before_computing(self, layer: int, found: Found, foreseen: NDArray[np.int64]) -> None:
         """Where the computing holds up its caller, what is foreseen is sent for before it."""
@@ -173,6 +179,15 @@ class Passage:
             if len(sent[0]) < len(group[0]):
                 (waves[number],) = staged([sent], self._num_experts, stage)
         return waves
+
+    def _send_in_groups(self, layer: int, experts: list[int], slots: list[int]) -> list[int]:
+        """The experts that are on their way."""
+        size = self._landing_group
+        if len(experts) <= size:
+            return self._send(layer, (experts, slots))[0]
+        starts = range(0, len(experts), size)
+        groups = [(experts[start : start + size], slots[start : start + size]) for start in starts]
+        return [expert for group in groups for expert in self._send(layer, group)[0]]
 
     def _send(self, layer: int, group: Group) -> Group:
         sent, slots = self._slots.send(layer, *group, urgent=True)

@@ -120,10 +120,8 @@ class SlotTable:
         return newest
 
     def hold(self, slots: list[int]) -> None:
-        """They are used now: what was found of their value is old."""
+        """They are used now, and nobody was ranked among them."""
         self.held[slots] = True
-        if self._ranked:
-            self._ranked = [slot for slot in self._ranked if not self.held[slot]]
 
     def release(self, slots: list[int], fence: Fence) -> None:
         """The computing with these slots is under way, and over behind the fence."""
@@ -190,16 +188,19 @@ class SlotTable:
 
     # ---------------------------------------------------------------------------------------------------- making room
 
-    def victims(self, count: int, sparing: Sequence[int] = ()) -> list[int]:
+    def victims(
+        self, count: int, sparing: Sequence[int] = (), before_ranking: Callable[[], None] = lambda: None
+    ) -> list[int]:
         """Up to count slots that may be overwritten, none of sparing: empty ones, then those of least value.
 
-        Whom `rank_ahead` ranked comes first; more are ranked anew where those do not suffice.
+        Whom `rank_ahead` ranked comes first; more are ranked anew where those do not suffice, after before_ranking.
         """
         if count == 0:
             return []
-        self._forget_landed()
-        ahead = self._ahead
-        ranked = [slot for slot in self._ranked if not self.held[slot] and slot not in ahead and slot not in sparing]
+        ranked = self._still_ranked(sparing)
+        if len(ranked) < count:
+            before_ranking()
+            ranked = self._still_ranked(sparing)
         if len(ranked) < count:
             free = self._open()
             free[list(sparing)] = False
@@ -207,10 +208,11 @@ class SlotTable:
         self._ranked = ranked[count:]
         return ranked[:count]
 
-    @property
-    def num_ranked(self) -> int:
-        """How many are known to make room next."""
-        return len(self._ranked)
+    def _still_ranked(self, sparing: Sequence[int]) -> list[int]:
+        """Of those that were ranked, who may be overwritten."""
+        self._forget_landed()
+        held, ahead = self.held, self._ahead
+        return [slot for slot in self._ranked if not held[slot] and slot not in ahead and slot not in sparing]
 
     def rank_ahead(self, count: int) -> None:
         """Find out now who makes room for so many next time."""

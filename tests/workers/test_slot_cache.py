@@ -66,6 +66,7 @@ def _run(cache: SlotCache, layer: int, experts: list[int], pause: Callable[[], N
                 assert cache.slots[wave.slots[expert]].eq(20 * layer + expert).all()
             pause()
         waves.append(set(wave.experts))
+    assert not cache._slots.table.held.any()
     return waves
 
 
