@@ -41,7 +41,7 @@ class ExpertCompute:
         self._layout = layout
         self._cache = cache
         self._partial_dtype = partial_dtype
-        self._few_pairs = most_pairs(layout) if few_pairs is None else few_pairs
+        self._few_pairs = most_pairs(layout, cache.num_experts) if few_pairs is None else few_pairs
         self._staging = Staging(cache.slots.device)
         self._generation = -1
         self.pairs = 0

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable
 
 import torch
 from torch import nn
 from transformers.integrations.moe import _default_apply_gate
 
+from placement.fit.precision import Precision
 from workers.blob import BlobLayout
 
-# (token, expert) pairs of a step. On an H200 with OLMoE's shapes both took as long at about 200, and quantised, where
-# the grouped product must make experts whole first, at over 1,000 (docs/offload.md).
-FEW_PAIRS = 128
-PAIRS_QUANTISED = 1024
+# What was measured on an H200 (docs/offload.md). The fused kernels read an expert once for each (token, expert) pair,
+# at so many bytes of blobs a second, since most of it comes from the cache:
+PAIR_BYTES_PER_S = {Precision.STORED: 7.5e12, Precision.INT8: 3.5e12, Precision.INT4: 0.7e12}
+# The grouped product reads an expert once, and takes longer to set off; where experts are quantised it makes each of
+# them whole first, one by one.
+GROUPED_BYTES_PER_S, GROUPED_S, DEQUANTISED_S = 3e12, 150e-6, 45e-6
+DEQUANTISED_PASSES = 2.5
+# Beyond that nothing was measured.
+MOST_PAIRS, MOST_PAIRS_QUANTISED = 128, 1024
 
 Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
 
@@ -28,9 +35,21 @@ def fused_for(module: nn.Module, layout: BlobLayout, slots: torch.Tensor) -> Fus
     return fused
 
 
-def most_pairs(layout: BlobLayout) -> int:
-    """The most pairs for which the fused kernels are faster than the grouped product."""
-    return PAIRS_QUANTISED if layout.is_quantised else FEW_PAIRS
+def most_pairs(layout: BlobLayout, num_experts: int) -> int:
+    """The most (token, expert) pairs of a step for which the fused kernels are faster than the grouped product."""
+    most = MOST_PAIRS_QUANTISED if layout.is_quantised else MOST_PAIRS
+    return next((pairs for pairs in range(most) if not _is_faster(layout, num_experts, pairs + 1)), most)
+
+
+def _is_faster(layout: BlobLayout, num_experts: int, pairs: int) -> bool:
+    distinct = num_experts * (1 - (1 - 1 / num_experts) ** pairs)
+    stored = sum(math.prod(field.shape) * field.dtype.itemsize for field in layout.fields)
+    precision = next((field.precision for field in layout.fields if field.precision is not Precision.STORED), None)
+    if precision is None:
+        grouped = distinct * stored / GROUPED_BYTES_PER_S + GROUPED_S
+    else:
+        grouped = distinct * (DEQUANTISED_S + DEQUANTISED_PASSES * stored / GROUPED_BYTES_PER_S)
+    return pairs * layout.num_bytes / PAIR_BYTES_PER_S[precision or Precision.STORED] <= grouped
 
 
 def is_plain_gated(module: nn.Module, layout: BlobLayout) -> bool:

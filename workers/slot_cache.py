@@ -63,6 +63,7 @@ class SlotCache:
     ) -> None:
         self.counters = CacheCounters(stream_from=stream_from)
         self._link = link
+        self._num_experts = policy.num_experts
         self._slots = Slots(
             slab=slab,
             policy=policy,
@@ -105,6 +106,11 @@ class SlotCache:
     def generation(self) -> int:
         """Counts the resizes."""
         return self._slots.generation
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer."""
+        return self._num_experts
 
     @property
     def num_slots(self) -> int:

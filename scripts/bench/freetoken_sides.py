@@ -110,8 +110,12 @@ def banks_of(bench: Bench) -> dict[str, list[torch.Tensor]]:
     return banks
 
 
+# 32 streams, 8 experts each.
+MOST_IDS = 256
+
+
 def freetoken_cache(bench: Bench, banks: dict[str, list[torch.Tensor]], num_slots: int) -> Any:
-    """Its cache as its engine makes it for bf16 experts."""
+    """Its cache as its engine makes it for bf16 experts, but for the size of two buffers."""
     found = importlib.import_module("freetoken.moe.offload_cache").OffloadMoeCache(
         num_layers=bench.trace.num_layers,
         num_experts=bench.trace.num_experts,
@@ -120,6 +124,10 @@ def freetoken_cache(bench: Bench, banks: dict[str, list[torch.Tensor]], num_slot
         quant_format="bf16",
     )
     found.set_bank_sources(banks)
+    # As they are it refuses, at 32 streams, more ids than a layer has experts, in its own benchmark too.
+    most = max(MOST_IDS, bench.trace.num_experts)
+    for plan in ("src_indices", "evict_slots"):
+        setattr(found, plan, torch.empty(most, dtype=torch.int32, device=DEVICE))
     return found
 
 

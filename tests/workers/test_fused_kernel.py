@@ -7,12 +7,12 @@ import os
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OlmoeConfig
 
 from placement.fit.precision import Precision
 from tests.workers.test_model_seam import CONFIGS
 from workers.blob import BlobLayout, layout_of
-from workers.few_tokens import is_plain_gated
+from workers.few_tokens import is_plain_gated, most_pairs
 from workers.seam import SlotExperts, experts_modules
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,3 +100,30 @@ def test_the_reference_is_what_transformers_computes() -> None:
 def test_experts_with_biases_or_gates_of_their_own_are_left_to_transformers(name: str, fits: bool) -> None:
     module = experts_modules(AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32))[0]
     assert is_plain_gated(module, layout_of(module, 6)) is fits
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "hidden", "intermediate", "precision", "pays", "does_not"),
+    [
+        (64, 2048, 1024, Precision.STORED, 128, 129),
+        (8, 4096, 14336, Precision.STORED, 16, 64),
+        (64, 2048, 1024, Precision.INT8, 1024, 1025),
+        (8, 4096, 14336, Precision.INT8, 16, 128),
+    ],
+)
+def test_experts_of_few_tokens_are_fused_as_long_as_that_was_measured_to_be_faster(
+    num_experts: int, hidden: int, intermediate: int, precision: Precision, pays: int, does_not: int
+) -> None:
+    config = OlmoeConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_experts=num_experts,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=64,
+        eos_token_id=None,
+    )
+    with torch.device("meta"):
+        module = experts_modules(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))[0]
+    layout = layout_of(module, num_experts, precision)
+    assert pays <= most_pairs(layout, num_experts) < does_not
