@@ -156,8 +156,7 @@ class ExpertCompute:
         ids, weight = experts.reshape(-1).long(), weights.reshape(-1)
         rows_of = np.bincount(chosen[chosen >= 0], minlength=1)
         partial = torch.zeros(hidden.shape, dtype=self._partial_dtype, device=hidden.device)
-        send = self._staging.send
-        with closing(self._cache.waves(self._layer, chosen, foreseen, send, send)) as waves:
+        with closing(self._cache.waves(self._layer, chosen, foreseen, self._staging.send)) as waves:
             for wave in waves:
                 slots, where = torch.sort(wave.there[ids])
                 begin = len(ids) - int(rows_of[wave.experts].sum())

@@ -52,12 +52,12 @@ class Passage:
         chosen: NDArray[np.int64],
         foreseen: NDArray[np.int64] = NOTHING,
         stage: Stage = torch.from_numpy,
-        show: Stage = torch.from_numpy,
+        show: Stage | None = None,
     ) -> Generator[Wave]:
         """Bring a step's experts through the slots. chosen [n]: their ids, -1 for one that is not here. The host slab
         must own every one; those that it can't read are in no wave (`take_lost`). foreseen [m]: ids that a router asked
         ahead gave for the next layer. stage, show: how tables come to the device, where there is time for it meanwhile,
-        and where all waits for them.
+        and where all waits for them (unless given, the same).
 
         All that was computed with slots before must be done, as it is where the ids come from the device; and what the
         caller computes with a wave must be under way when it asks for the next. What comes `afterwards` is done while a
@@ -69,19 +69,19 @@ class Passage:
         found = table.look_up(layer, chosen)
         self._counters.look_up(len(found.needed), len(found.hits))
         try:
-            few = 0 < len(found.needed) <= self._one_wave and len(found.missing) < self._stream_from
-            if not few:
-                yield from self._several(layer, found, foreseen, stage, [])
-            elif found.missing:
+            missing = found.missing
+            if missing and len(found.needed) <= self._one_wave and len(missing) < self._stream_from:
                 # Nothing is done before the copies are given that can be done after it.
-                free = self._victims(len(found.missing))
-                if len(free) == len(found.missing):
-                    coming = self._send_in_groups(layer, found.missing, free)
+                free = self._victims(len(missing))
+                if len(free) == len(missing):
+                    coming = self._send_in_groups(layer, missing, free)
                     yield from self._at_once(layer, found, foreseen, [*found.hits, *coming], stage)
                 else:
                     yield from self._several(layer, found, foreseen, stage, free)
+            elif missing or (found.stirring and len(found.needed) > self._one_wave):
+                yield from self._several(layer, found, foreseen, stage, [])
             else:
-                yield from self._at_once(layer, found, foreseen, found.hits, show)
+                yield from self._at_once(layer, found, foreseen, found.hits, show or stage)
         except BaseException:
             # Of a layer that is broken off some are still held, and some may be lost.
             table.let_go()
@@ -91,8 +91,8 @@ class Passage:
     def _at_once(
         self, layer: int, found: Found, foreseen: NDArray[np.int64], experts: list[int], stage: Stage
     ) -> Generator[Wave]:
-        """A layer of few experts, all of them in slots or on their way there, as one wave. No other expert that it
-        needs lies in a slot, so that the table itself says where."""
+        """A layer as one wave, all of it in slots or on its way there. No other expert that it needs lies in a slot, so
+        that the table itself says where."""
         table = self._slots.table
         row = table.slot_at[layer]
         there = stage(row)

@@ -139,7 +139,7 @@ class SlotCache:
         chosen: NDArray[np.int64],
         foreseen: NDArray[np.int64] = NOTHING,
         stage: Stage = torch.from_numpy,
-        show: Stage = torch.from_numpy,
+        show: Stage | None = None,
     ) -> Generator[Wave]:
         """Bring a step's experts through the slots; see `Passage.waves`."""
         return self._passage.waves(layer, chosen, foreseen, stage, show)

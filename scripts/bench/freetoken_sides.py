@@ -44,8 +44,9 @@ class Ours:
 
     def layer(self, layer: int, ids: torch.Tensor) -> None:
         """ids [n, K] int64 on the device."""
-        chosen = self._staging.fetch(ids, meanwhile=self.cache.catch_up)[0]
-        with closing(self.cache.waves(layer, chosen, stage=self._staging.send)) as waves:
+        chosen = self._staging.fetch(ids, meanwhile=self.cache.use_the_time)[0]
+        send, show = self._staging.send, self._staging.show
+        with closing(self.cache.waves(layer, chosen, stage=send, show=show)) as waves:
             for _ in waves:
                 pass
 
@@ -62,6 +63,8 @@ class Ours:
             if ExpertId(layer, expert) not in kept:
                 self.cache.forget(ExpertId(layer, expert))
         self.cache.warm_up(items)
+        # As the layer before leaves it.
+        self.cache._slots.table.rank_ahead(self.cache.num_experts)
 
     def where(self) -> dict[tuple[int, int], int]:
         """The slot of each (layer, expert) that has one."""
@@ -200,11 +203,11 @@ def fused_over(layout: BlobLayout, rival: Rival) -> Fused:
 
     class OverBanks(FusedExperts):
         def __init__(self) -> None:
+            super().__init__(layout, torch.zeros((1, layout.num_bytes), dtype=torch.uint8, device=DEVICE))
             fields = {field.name: replace(field, offset=0) for field in layout.fields}
             rows = {name: slots.flatten(1).view(torch.uint8) for name, slots in rival.views().items()}
             self._up = _arguments(fields["gate_up_proj"], rows["gate_up_proj"])
             self._down = _arguments(fields["down_proj"], rows["down_proj"])
-            self._hidden, self._width = fields["down_proj"].shape
 
     return OverBanks()
 
