@@ -19,7 +19,7 @@ from workers.blob import BlobLayout
 from workers.expert_compute import ExpertCompute
 from workers.host_slab import HostSlab
 from workers.links import Link
-from workers.slot_cache import LANDING_GROUP, STREAM_FROM, SlotCache
+from workers.slot_cache import STREAM_FROM, SlotCache, landing_group_of
 
 SIZES = (24, 32, 48, 64, 96, 128)
 COSTS_AT_MOST = 1.05
@@ -45,7 +45,8 @@ def measure_crossover(
     here = [item for item in slab.experts() if slab.is_ready(item)]
     layer = max({item.layer for item in here}, key=lambda layer: sum(item.layer == layer for item in here), default=0)
     experts = sorted(item.expert for item in here if item.layer == layer)
-    sizes = [size for size in SIZES if 2 * LANDING_GROUP < size <= min(len(experts), num_slots)]
+    streamed = 2 * landing_group_of(layout.num_bytes)
+    sizes = [size for size in SIZES if streamed < size <= min(len(experts), num_slots)]
     if not sizes:
         return STREAM_FROM
     seconds: dict[bool, list[float]] = {}
@@ -60,6 +61,7 @@ def measure_crossover(
             blob_bytes=layout.num_bytes,
             device=device,
             stream_from=0 if streams else len(experts) + 1,
+            stream_share=1.0,
             prefetch_share=0.0,
         )
         compute = ExpertCompute(

@@ -35,6 +35,7 @@ class Passage:
         landing_group: int,
         one_wave: int,
         stream_from: int,
+        stream_share: float,
     ) -> None:
         self._slots = slots
         self._link = link
@@ -45,6 +46,7 @@ class Passage:
         self._landing_group = landing_group
         self._one_wave = one_wave
         self._stream_from = stream_from
+        self._stream_share = stream_share
 
     def waves(
         self,
@@ -70,7 +72,7 @@ class Passage:
         self._counters.look_up(len(found.needed), len(found.hits))
         try:
             missing = found.missing
-            if missing and len(found.needed) <= self._one_wave and len(missing) < self._stream_from:
+            if missing and len(found.needed) <= self._one_wave and not self._streams(len(missing)):
                 # Nothing is done before the copies are given that can be done after it.
                 free = self._victims(len(missing))
                 if len(free) == len(missing):
@@ -162,10 +164,16 @@ class Passage:
             self._afterwards.end(layer, found)
 
     def _room_for(self, num_missing: int) -> int:
-        if num_missing < self._stream_from:
+        if not self._streams(num_missing):
             return num_missing
         self._counters.streamed_layers += 1
         return 2 * self._landing_group
+
+    def _streams(self, num_missing: int) -> bool:
+        """Whether so many would put out too much of what other layers need sooner."""
+        if num_missing >= self._stream_from:
+            return True
+        return num_missing > max(2 * self._landing_group, self._stream_share * len(self._slots))
 
     def _submit(self, layer: int, missing: deque[int], free: deque[int], stage: Stage) -> list[Wave]:
         """Send for as many missing experts as there are free slots."""

@@ -26,19 +26,20 @@ from workers.slots import Slots, Whole
 from workers.telemetry import CacheCounters
 from workers.wave import Stage, Wave
 
-LANDING_GROUP = 8
+LANDING_GROUP, LANDING_BYTES = 8, 100_000_000
 ONE_WAVE = 16
-STREAM_FROM = 48
+STREAM_FROM, STREAM_SHARE = 48, 0.25
 PREFETCH_SHARE = 0.125
 
 
 class SlotCache:
     """[num_slots, blob_bytes] uint8 on the device. One thread at a time may use it.
 
-    landing_group: experts sent for as one. one_wave: layers that need no more come as one wave, since launching the
-    products twice would cost more than they could overlap. stream_from: with so many missing from one layer, they
-    stream through two landing groups. prefetch_share: the region of prefetches, as a share of the slots.
-    link_bytes_per_s: what prefetches may count on; measured at the warm-up unless given (see `prefetch.LinkRoom`).
+    landing_group: experts sent for as one (see `landing_group_of`). one_wave: layers that need no more come as one
+    wave, since launching the products twice would cost more than they could overlap. stream_from, stream_share: with so
+    many missing from one layer, or with more than this share of the slots, they stream through two landing groups.
+    prefetch_share: the region of prefetches, as a share of the slots. link_bytes_per_s: what prefetches may count on;
+    measured at the warm-up unless given (see `prefetch.LinkRoom`).
     guesses: fetch ahead by the policy's model of reuse, since there is no router to ask. serves: whether an expert may
     be fetched ahead (see `Ahead`); all that the slab holds unless given.
     """
@@ -52,9 +53,10 @@ class SlotCache:
         num_slots: int,
         blob_bytes: int,
         device: torch.device,
-        landing_group: int = LANDING_GROUP,
+        landing_group: int | None = None,
         one_wave: int = ONE_WAVE,
         stream_from: int = STREAM_FROM,
+        stream_share: float = STREAM_SHARE,
         prefetch_share: float = PREFETCH_SHARE,
         link_bytes_per_s: float | None = None,
         guesses: bool = False,
@@ -92,9 +94,10 @@ class SlotCache:
             afterwards=self._afterwards,
             counters=self.counters,
             num_experts=policy.num_experts,
-            landing_group=landing_group,
+            landing_group=landing_group_of(blob_bytes) if landing_group is None else landing_group,
             one_wave=one_wave,
             stream_from=stream_from,
+            stream_share=stream_share,
         )
 
     @property
@@ -178,3 +181,9 @@ class SlotCache:
 
     def close(self) -> None:
         self._link.close()
+
+
+def landing_group_of(blob_bytes: int) -> int:
+    """How many experts are sent for as one: where they are large one, since slots are few then, and a submission costs
+    little beside the copy."""
+    return max(1, min(LANDING_GROUP, round(LANDING_BYTES / blob_bytes)))

@@ -17,7 +17,7 @@ from placement.topology import load_topology
 from workers.host_slab import HostSlab
 from workers.links import Arrival, DirectLink, Fence, Link, Pair
 from workers.routing import RoutingTable
-from workers.slot_cache import SlotCache
+from workers.slot_cache import SlotCache, landing_group_of
 from workers.thread_link import ThreadLink
 
 LAYERS, EXPERTS, BLOB = 2, 12, 512
@@ -37,6 +37,7 @@ def _cache(
     link: Link | None = None,
     policy: PolicyName = PolicyName.LRU,
     one_wave: int = 0,
+    landing_group: int = 4,
     guesses: bool = False,
     serves: Callable[[ExpertId], bool] | None = None,
 ) -> SlotCache:
@@ -47,7 +48,7 @@ def _cache(
         num_slots=num_slots,
         blob_bytes=BLOB,
         device=torch.device("cpu"),
-        landing_group=4,
+        landing_group=landing_group,
         one_wave=one_wave,
         stream_from=8,
         prefetch_share=0.5,
@@ -112,6 +113,22 @@ def test_a_layer_that_needs_nearly_everything_streams_and_leaves_the_rest_of_the
     assert [len(wave) for wave in waves] == [4, 4, 4]
     assert cache.resident(1) == {0, 1, 2, 3}
     assert cache.counters.streamed_layers == 1
+
+
+@pytest.mark.parametrize("one_wave", [0, EXPERTS])
+def test_layers_that_all_need_everything_find_some_of_it_in_few_slots(one_wave: int) -> None:
+    cache = _cache(8, policy=PolicyName.REUSE, landing_group=1, one_wave=one_wave)
+    for step in range(12):
+        for layer in range(LAYERS):
+            if step == 6 and layer == 0:
+                before = cache.counters.hits
+            _run(cache, layer, [0, 1, 2, 3, 4, 5, 6])
+    # Two of the slots are passed through; the others serve once a step each.
+    assert cache.counters.hits - before == 6 * 6
+
+
+def test_few_large_experts_are_sent_for_as_one() -> None:
+    assert [landing_group_of(size) for size in (1000, 12_583_168, 30_000_000, 352_321_536)] == [8, 8, 3, 1]
 
 
 def test_a_forgotten_expert_is_fetched_anew() -> None:
