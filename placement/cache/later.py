@@ -2,9 +2,10 @@
 it wait?
 
 A logistic model of its own for the expert e of layer l, asked right after l ran: a bias, how often the expert was used
-lately, and what each layer chose last: a weight later_context[l, m, e', e] for every expert e' that ran m layers ago (m
-= 0 to L - 1, so once round the model: what a text is about shows in all layers). It learns the discounted wait itself:
-ten steps later it is known how long an expert was not needed, and the target is 0.6 ** (steps beyond the second).
+lately, how long it waited when the last steps came before (`placement.cache.matching`), and what each layer chose last:
+a weight later_context[l, m, e', e] for every expert e' that ran m layers ago (m = 0 to L - 1, so once round the model:
+what a text is about shows in all layers). It learns the discounted wait itself: ten steps later it is known how long an
+expert was not needed, and the target is 0.6 ** (steps beyond the second).
 
 Where a layer chose more experts than two tokens do, several requests are mixed: the chance by frequencies alone
 (`far_chance`) is then the better one, and is what counts.
@@ -19,6 +20,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from placement.cache.matching import LATER, add_guess, guess_later, learn_guess
 from placement.cache.reuse import (
     DECAYS,
     LATER_STEPS,
@@ -73,6 +75,10 @@ def later_logits(state: ReuseState, clock: int, layer: int, features: NDArray[An
     for kind in range(len(DECAYS)):
         for expert in range(len(logits)):
             logits[expert] += state.later_weight[kind] * features[kind, expert]
+    guess = np.empty_like(logits)
+    length = guess_later(state.matching, clock, WORTHS, guess)
+    if length >= 0:
+        add_guess(state.matching, LATER, length, guess, logits)
     for back in range(min(clock + 1, state.later_context.shape[1])):
         row = (clock - back) % len(state.ring)
         scale = scale_for(state.ring_size[row])
@@ -109,6 +115,10 @@ def learn_later(state: ReuseState, clock: int, layer: int) -> None:
         state.later_weight_squares[kind] += slope * slope
         spread = math.sqrt(np.float64(state.later_weight_squares[kind]) + LATER_WEIGHT_SHIFT)
         state.later_weight[kind] -= LATER_WEIGHT_RATE * slope / spread
+    guess = np.empty_like(error)
+    length = guess_later(state.matching, before, WORTHS, guess)
+    if length >= 0:
+        learn_guess(state.matching, LATER, length, guess, error)
     for back in range(min(before + 1, state.later_context.shape[1])):
         row = (before - back) % len(state.ring)
         scale = scale_for(state.ring_size[row])

@@ -12,7 +12,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from placement.cache.later import foresee
+from placement.cache.later import crowded, foresee
+from placement.cache.matching import guess_next, learn_guess, note_run
 from placement.cache.reuse import (
     DECAYS,
     FREQUENCY_FLOOR,
@@ -51,6 +52,7 @@ def learn_uses(state: ReuseState, clock: int, layer: int, experts: NDArray[Any])
     row = clock % len(state.ring)
     state.ring_size[row] = len(experts)
     state.ring[row, : len(experts)] = experts
+    note_run(state.matching, clock, experts, crowded(state, clock))
     foresee(state, clock, layer)
 
 
@@ -68,6 +70,10 @@ def _learn_near(state: ReuseState, clock: int, layer: int, outcome: NDArray[Any]
     for expert in range(len(error)):
         error[expert] = chance_of(error[expert]) - outcome[expert]
     _step_linear(state, layer, distance, error)
+    guess = np.empty_like(error)
+    length = guess_next(state.matching, cutoff, distance, guess)
+    if length >= 0:
+        learn_guess(state.matching, distance, length, guess, error)
     weight = np.float32(1.0)
     for back in range(min(LOOK_BACK, cutoff + 1, state.context.shape[1] - distance + 1)):
         row = (cutoff - back) % len(state.ring)

@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from placement.cache.matching import HISTORY_STEPS, NUM_LENGTHS, Matching, words_of
 from placement.cache.reuse import DECAYS, LATER_STEPS, ReuseState, fill_new, reach_of, rows_of
 from placement.cache.values import REUSE, UseHistory
 
@@ -37,11 +38,19 @@ def new_memory(kind: int, num_layers: int, num_experts: int, *, top_k: int, disc
         singles=np.zeros(
             (3 * kinds + 5 + (LATER_STEPS + 1) * kinds) * pairs
             + 2 * (layers + 2) * kinds
-            + 2 * pairs * contexts * experts,
+            + 2 * pairs * contexts * experts
+            + 4 * (layers + 1) * NUM_LENGTHS,
             np.float32,
         ),
         doubles=np.zeros(1 + 4 * num_layers * num_experts + pairs, np.float64),
-        whole=np.zeros(HEADER + num_layers * num_experts + num_layers + rows * (experts + 1), np.int64),
+        whole=np.zeros(
+            HEADER
+            + num_layers * num_experts
+            + num_layers
+            + rows * (experts + 1)
+            + HISTORY_STEPS * (layers * words_of(experts) + 3),
+            np.int64,
+        ),
     )
     memory.doubles[0] = discount
     memory.whole[:HEADER] = (0, 0, kind, num_layers, num_experts, layers, experts, reach, 0)
@@ -81,7 +90,13 @@ def reuse_views(memory: PolicyMemory) -> ReuseState:
     fifth = fourth[2 * context :]
     sixth = fifth[2 * kinds + pairs :]
     seventh = sixth[2 * later_context :]
+    eighth = seventh[2 * pairs + 2 * kinds :]
+    ninth = eighth[(LATER_STEPS + 1) * kinds * pairs :]
+    guesses, by_length = 2 * (layers + 1) * NUM_LENGTHS, (layers + 1, NUM_LENGTHS, 2)
     ring = memory.whole[HEADER + memory.whole[LAYERS] * (memory.whole[EXPERTS] + 1) :]
+    history = ring[rows * (experts + 1) :]
+    words = words_of(experts)
+    past, steps = HISTORY_STEPS * layers * words, HISTORY_STEPS
     return ReuseState(
         first[: kinds * pairs].reshape(wide),
         first[kinds * pairs : 2 * kinds * pairs].reshape(wide),
@@ -103,9 +118,17 @@ def reuse_views(memory: PolicyMemory) -> ReuseState:
         seventh[pairs : 2 * pairs].reshape(by_layer),
         seventh[2 * pairs : 2 * pairs + kinds],
         seventh[2 * pairs + kinds : 2 * pairs + 2 * kinds],
-        seventh[2 * pairs + 2 * kinds :].reshape((layers, LATER_STEPS + 1, kinds, experts)),
+        eighth[: (LATER_STEPS + 1) * kinds * pairs].reshape((layers, LATER_STEPS + 1, kinds, experts)),
         memory.whole[CROWD : CROWD + 1],
         memory.doubles[1 + 4 * memory.whole[LAYERS] * memory.whole[EXPERTS] :].reshape(by_layer),
+        Matching(
+            history[:past].reshape((steps * layers, words)),
+            history[past : past + steps],
+            history[past + steps : past + 2 * steps],
+            history[past + 2 * steps : past + 3 * steps],
+            ninth[:guesses].reshape(by_length),
+            ninth[guesses:].reshape(by_length),
+        ),
     )
 
 

@@ -5,7 +5,8 @@ A logistic model. For the expert e of layer l, d layers ahead of the layer that 
   depend on d);
 - what the layers that ran last chose: a weight context[l, d + m, e', e] for every expert e' that ran m layers ago
   (m = 0 to 5; across tokens too). For d up to L this is what transitions know about the present token, and about the
-  next one.
+  next one;
+- what came next when the last steps came before (`placement.cache.matching`).
 A second model says how likely a use is later, after a step without one: by frequencies alone where many tokens run at
 once, else as `placement.cache.later` has it. `value_of` turns both into what a slot is worth: the discounted next use.
 How they are trained is in `placement.cache.learning`.
@@ -23,6 +24,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from placement.cache.matching import Matching, add_guess, guess_next
 from placement.cache.values import layers_until
 
 DECAYS = np.array([0.0, 0.5, 0.8, 0.93, 0.98, 0.997], np.float32)
@@ -40,7 +42,7 @@ class ReuseState(NamedTuple):
     of the two models and their sums of squared gradients; context [L, D, E, E]; ring [R, E] and ring_size [R]: what the
     last R layers chose. later_* the weights of `placement.cache.later`, later_context [L, M, E, E]; snapshots
     [L, LATER_STEPS + 1, F, E] features as they were; crowd [1]: more experts than that are of several requests; later
-    [L, E] the chance of a use in a later step, as of the layer's last run.
+    [L, E] the chance of a use in a later step, as of the layer's last run; matching: of steps that were alike.
     """
 
     used: NDArray[Any]
@@ -66,6 +68,7 @@ class ReuseState(NamedTuple):
     snapshots: NDArray[Any]
     crowd: NDArray[Any]
     later: NDArray[Any]
+    matching: Matching
 
 
 def reach_of(num_layers: int, num_experts: int) -> int:
@@ -88,6 +91,7 @@ def fill_new(state: ReuseState, *, top_k: int) -> None:
     state.near_weight[:] = state.far_weight[:] = state.later_weight[:] = 0.15
     state.near_bias[:] = state.far_bias[:] = state.later_bias[:] = -2.0
     state.crowd[:] = 2 * top_k
+    state.matching.weight[:, :, 0] = 1.0
     for layer, expert in np.ndindex(*state.later.shape):
         state.later[layer, expert] = far_chance(state, layer, expert)
 
@@ -112,6 +116,10 @@ def logits_at(state: ReuseState, clock: int, layer: int, distance: int, logits: 
         feature = state.features[layer, kind]
         for expert in range(len(logits)):
             logits[expert] += weight * feature[expert]
+    guess = np.empty_like(logits)
+    length = guess_next(state.matching, clock, distance, guess)
+    if length >= 0:
+        add_guess(state.matching, distance, length, guess, logits)
     add_context(state, clock, layer, distance, logits)
 
 

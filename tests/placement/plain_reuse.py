@@ -28,6 +28,18 @@ from placement.cache.learning import (
     WEIGHT_RATE,
     WEIGHT_SHIFT,
 )
+from placement.cache.matching import (
+    HISTORY_STEPS,
+    KEY_FACTOR,
+    KEY_PRIME,
+    LATER,
+    LONGEST,
+    MATCH_RATE,
+    MATCH_SHIFT,
+    SEARCH_STEPS,
+    WORD_BITS,
+    Matching,
+)
 from placement.cache.reuse import (
     DECAYS,
     FREQUENCY_FLOOR,
@@ -64,6 +76,7 @@ def near_logit(state: ReuseState, clock: int, layer: int, distance: int, expert:
     logit = state.near_bias[layer, expert]
     for kind in KINDS:
         logit = logit + state.near_weight[distance - 1, kind] * state.features[layer, kind, expert]
+    logit = _with_guess(state.matching, distance, _guess_next(state.matching, clock, distance, expert), logit)
     for scale, back, other in terms(state, clock, layer, distance):
         logit = logit + scale * state.context[layer, back, other, expert]
     return logit
@@ -96,6 +109,7 @@ def learn(state: ReuseState, clock: int, layer: int, chosen: list[int]) -> None:
     row = clock % len(state.ring)
     state.ring_size[row] = len(chosen)
     state.ring[row, : len(chosen)] = chosen
+    _note_run(state.matching, clock, chosen, crowded=len(chosen) > state.crowd[0])
     _foresee(state, clock, layer, chosen)
 
 
@@ -135,6 +149,7 @@ def _later_logit(state: ReuseState, clock: int, layer: int, features: Any, exper
     logit = state.later_bias[layer, expert]
     for kind in KINDS:
         logit = logit + state.later_weight[kind] * features[kind, expert]
+    logit = _with_guess(state.matching, LATER, _guess_later(state.matching, clock, expert), logit)
     for scale, back, other in _later_terms(state, clock):
         logit = logit + scale * state.later_context[layer, back, other, expert]
     return logit
@@ -159,6 +174,8 @@ def _learn_later(state: ReuseState, before: int, layer: int) -> None:
         state.later_weight_squares[kind] = squares
         step = LATER_WEIGHT_RATE * slope / math.sqrt(float(squares) + LATER_WEIGHT_SHIFT)
         state.later_weight[kind] = float(state.later_weight[kind]) - step
+    guesses = [_guess_later(state.matching, before, expert) for expert in range(experts)]
+    _learn_guess(state.matching, LATER, guesses, error)
     for scale, back, other in _later_terms(state, before):
         for expert in range(experts):
             step = scale * error[expert]
@@ -186,6 +203,8 @@ def _learn_near(state: ReuseState, clock: int, layer: int, outcome: Any, distanc
         state.near_weight_squares[distance - 1, kind] = squares
         weight = float(state.near_weight[distance - 1, kind])
         state.near_weight[distance - 1, kind] = weight - WEIGHT_RATE * slope / math.sqrt(float(squares) + WEIGHT_SHIFT)
+    guesses = [_guess_next(state.matching, cutoff, distance, expert) for expert in experts]
+    _learn_guess(state.matching, distance, guesses, error)
     for scale, back, other in terms(state, cutoff, layer, distance):
         for expert in experts:
             step = scale * error[expert]
@@ -212,3 +231,79 @@ def _learn_far(state: ReuseState, layer: int, outcome: Any) -> None:
         state.far_weight_squares[kind] = squares
         step = FAR_RATE * slopes[kind] / math.sqrt(float(squares) + WEIGHT_SHIFT)
         state.far_weight[kind] = float(state.far_weight[kind]) - step
+
+
+def _note_run(matching: Matching, clock: int, chosen: list[int], *, crowded: bool) -> None:
+    layers = len(matching.past) // HISTORY_STEPS
+    words = [0] * matching.past.shape[1]
+    for expert in chosen:
+        words[expert // WORD_BITS] += 2 ** (expert % WORD_BITS)
+    matching.past[clock % len(matching.past)] = words
+    if clock % layers != 0:
+        return
+    key = 0
+    for word in words:
+        key = (key * KEY_FACTOR + word) % KEY_PRIME
+    step = clock // layers
+    matching.keys[step % HISTORY_STEPS] = -1 - step if crowded else key
+    lengths = {back: _alike(matching, step, back) for back in range(1, min(step, SEARCH_STEPS) + 1)}
+    best = max(lengths, key=lambda back: (lengths[back], -back), default=0)
+    length = lengths.get(best, 0)
+    matching.back[step % HISTORY_STEPS] = best if length else 0
+    matching.length[step % HISTORY_STEPS] = sum(length >= least for least in (2, 3, 4, 8, 16, 32))
+
+
+def _alike(matching: Matching, step: int, back: int) -> int:
+    """How many steps up to this one are as those `back` steps before them."""
+    length = 0
+    while length < LONGEST and step - back - length >= 0:
+        mine, theirs = (matching.keys[(number - length) % HISTORY_STEPS] for number in (step, step - back))
+        if mine != theirs:
+            break
+        length += 1
+    return length
+
+
+def _match(matching: Matching, clock: int) -> tuple[int, int]:
+    """(layers back, class of length) of what number `clock` is like; 0 back: nothing."""
+    layers = len(matching.past) // HISTORY_STEPS
+    step = clock // layers % HISTORY_STEPS
+    return int(matching.back[step]) * layers, int(matching.length[step])
+
+
+def _used(matching: Matching, run: int, expert: int) -> bool:
+    return bool(int(matching.past[run % len(matching.past), expert // WORD_BITS]) >> (expert % WORD_BITS) & 1)
+
+
+def _guess_next(matching: Matching, clock: int, distance: int, expert: int) -> tuple[int, Any] | None:
+    back, length = _match(matching, clock)
+    return (length, np.float32(_used(matching, clock + distance - back, expert))) if back else None
+
+
+def _guess_later(matching: Matching, clock: int, expert: int) -> tuple[int, Any] | None:
+    back, length = _match(matching, clock)
+    layers = len(matching.past) // HISTORY_STEPS
+    runs = {ahead: clock - back + ahead * layers for ahead in range(2, LATER_STEPS + 1)}
+    waits = [ahead for ahead, run in runs.items() if run <= clock and _used(matching, run, expert)]
+    worth = np.float32(LATER_WORTH ** (waits[0] - 2)) if waits else np.float32(0.0)
+    return (length, worth) if back else None
+
+
+def _with_guess(matching: Matching, row: int, guess: tuple[int, Any] | None, logit: Any) -> Any:
+    if guess is None:
+        return logit
+    length, worth = guess
+    weight, base = matching.weight[row, length]
+    return logit + (base + weight * worth)
+
+
+def _learn_guess(matching: Matching, row: int, guesses: list[Any], error: Any) -> None:
+    if guesses[0] is None:
+        return
+    length = guesses[0][0]
+    for part, values in enumerate(([guess[1] for guess in guesses], [np.float32(1.0)] * len(guesses))):
+        slope = sum(float(mine * value) for mine, value in zip(error, values, strict=True)) / len(guesses)
+        squares = np.float32(float(matching.squares[row, length, part]) + slope * slope)
+        matching.squares[row, length, part] = squares
+        step = MATCH_RATE * slope / math.sqrt(float(squares) + MATCH_SHIFT)
+        matching.weight[row, length, part] = float(matching.weight[row, length, part]) - step
