@@ -42,11 +42,15 @@ def values_of(memory: PolicyMemory, layers: NDArray[Any], experts: NDArray[Any],
     logits = np.empty((num_layers, num_experts), np.float32)
     for layer in range(num_layers):
         near_logits(state, memory.whole[CLOCK] - 1, now, layer, logits[layer])
+    # A power takes as long as all else that a slot's value takes.
+    until = np.empty(num_layers, np.float64)
+    for layer in range(num_layers):
+        until[layer] = discount ** (layers_until(num_layers, now, layer) / num_layers)
     for index in range(len(layers)):
         layer, expert = layers[index], experts[index]
         if layer >= 0:
             near, later = chance_of(logits[layer, expert]), state.later[layer, expert]
-            values[index] = value_of(near, later, discount, layers_until(num_layers, now, layer) / num_layers)
+            values[index] = value_of(near, later, discount, until[layer])
 
 
 @njit(cache=True)

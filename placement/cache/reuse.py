@@ -159,10 +159,10 @@ def far_chance(state: ReuseState, layer: int, expert: int) -> float:
 
 
 @njit(cache=True)
-def value_of(near: float, far: float, discount: float, steps: float) -> float:
+def value_of(near: float, far: float, discount: float, until: float) -> float:
     """The expected discount ** (steps until the next use): near chance first, then a wait with the far chance.
 
-    steps: until the layer runs next, 1 / L to 1.
+    until: discount ** (steps until the layer runs next), which are 1 / L to 1.
     """
     later = discount * far / (1.0 - discount * (1.0 - far))
-    return float(discount**steps * (near + (1.0 - near) * later))
+    return float(until * (near + (1.0 - near) * later))
