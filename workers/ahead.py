@@ -76,12 +76,14 @@ class Ahead:
         ready = ready[: int(min(room, len(ready)))]
         free = table.victims(len(ready), sparing=[slot for slot in places if slot >= 0])
         sent: list[int] = []
-        for expert, slot in zip(ready, free, strict=False):
-            # One submission each, so that the layer waits for none but those that it turns out to need.
-            sent += self._slots.send(layer, [expert], [slot], urgent=False)[1]
-        if sent:
-            table.expect(sent)
-            self._counters.prefetched += len(sent)
+        try:
+            for expert, slot in zip(ready, free, strict=False):
+                # One submission each, so that the layer waits for none but those that it turns out to need.
+                sent += self._slots.send(layer, [expert], [slot], urgent=False)[1]
+        finally:
+            if sent:
+                table.expect(sent)
+                self._counters.prefetched += len(sent)
 
     def guess(self, layer: int, count: int) -> None:
         """Send for the experts of a layer ahead that are the most likely, given what the last layers chose."""

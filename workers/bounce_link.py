@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workers.bounce_ring import Bounced, BounceRing
-from workers.links import Arrival, Fence, Link, Pair
+from workers.links import NOTHING_UNDER_WAY, Arrival, Fence, Link, Pair
 
 
 class _Both:
@@ -45,13 +45,16 @@ class BounceLink:
         through = [pair for pair in pairs if pair[1].data_ptr() not in self._pinned]
         if not through:
             return self._straight.copy(pairs, after=after, urgent=urgent)
-        bounced = (self._urgent if urgent else self._patient).copy(through, after=after)
+        rest = [pair for pair in pairs if pair[1].data_ptr() in self._pinned]
+        straight = self._straight.copy(rest, after=after, urgent=urgent) if rest else NOTHING_UNDER_WAY
+        try:
+            bounced = (self._urgent if urgent else self._patient).copy(through, after=after)
+        except BaseException:
+            straight.finish()
+            raise
         for target, _ in through:
             self._landing[target.data_ptr()] = bounced
-        if len(through) == len(pairs):
-            return bounced
-        rest = [pair for pair in pairs if pair[1].data_ptr() in self._pinned]
-        return _Both(self._straight.copy(rest, after=after, urgent=urgent), bounced)
+        return _Both(straight, bounced) if rest else bounced
 
     def _settle(self, pairs: Sequence[Pair]) -> None:
         """See to it that copies to one slot are submitted in the order in which they were asked for, even where nobody

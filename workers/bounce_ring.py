@@ -49,8 +49,8 @@ class _Batch:
 
 
 class Bounced:
-    """The arrival of a batch. Where a thread failed, whoever asks for it gets a RuntimeError, once no thread touches
-    the batch any more."""
+    """The arrival of a batch. Where a thread failed, whoever waits for it gets a RuntimeError, once no thread touches
+    the batch any more and what was sent of it is there."""
 
     def __init__(self, batch: _Batch) -> None:
         self._batch = batch
@@ -59,7 +59,10 @@ class Bounced:
         self._submitted().wait()
 
     def done(self) -> bool:
-        return self.is_submitted() and self._submitted().done()
+        if not self.is_submitted():
+            return False
+        last = self._batch.last
+        return last is None or last.done()
 
     def finish(self) -> None:
         self._submitted().finish()
@@ -77,6 +80,8 @@ class Bounced:
         """The arrival of what was sent last: an edge knows of none before it was told."""
         errors = [error for carrier in self._batch.carriers if (error := carrier.exception()) is not None]
         if errors:
+            if self._batch.last is not None:
+                self._batch.last.finish()
             raise RuntimeError(f"experts were lost on their way through the bounce ring: {errors[0]}") from errors[0]
         assert self._batch.last is not None
         return self._batch.last
@@ -116,9 +121,13 @@ class BounceRing:
         size = self._chunk_bytes
         batch = _Batch(pieces_of(pairs, size), sum(count_pieces(len(source), size) for _, source in pairs), after)
         with self._changed:
-            for _ in range(min(self._num_threads, batch.left)):
-                batch.carriers.append(self._pool.submit(self._carry, batch))
             self._left += batch.left
+            try:
+                for _ in range(min(self._num_threads, batch.left)):
+                    batch.carriers.append(self._pool.submit(self._carry, batch))
+            except BaseException:
+                self._give_up(batch)
+                raise
         return Bounced(batch)
 
     def close(self) -> None:
@@ -131,9 +140,13 @@ class BounceRing:
                 self._pass_on(batch, *piece)
         except BaseException:
             with self._changed:
-                self._count_off(batch.left)
-                batch.pieces, batch.left = iter(()), 0
+                self._give_up(batch)
             raise
+
+    def _give_up(self, batch: _Batch) -> None:
+        """Nobody takes another piece. Under the lock."""
+        self._count_off(batch.left)
+        batch.pieces, batch.left = iter(()), 0
 
     def _next(self, batch: _Batch) -> Pair | None:
         if self._yields_to is not None:

@@ -8,6 +8,7 @@ others, which go in chunks.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -20,16 +21,16 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Arrival(Protocol):
-    """A batch on its way."""
+    """A batch on its way. Where it fails, `wait` and `finish` raise RuntimeError."""
 
     def wait(self) -> None:
         """Let what is computed from now on come after the batch."""
 
     def done(self) -> bool:
-        """Whether it is there already."""
+        """Whether it is there already, or never will be."""
 
     def finish(self) -> None:
-        """Return once it is there; the blobs may then be overwritten."""
+        """Return once it is there; the blobs may then be overwritten, as they may once it raised."""
 
 
 class Fence(Protocol):
@@ -43,7 +44,7 @@ class Link(Protocol):
     """pairs: (slot, blob), both uint8 of one length. after: the newest fence of these slots, None if they have none.
 
     overlaps: whether copies run beside the computing. defers: whether computing is only set off when its caller goes
-    on, as on a GPU.
+    on, as on a GPU. Where `copy` raises, nothing of the batch is copied any more.
     """
 
     overlaps: bool
@@ -64,6 +65,15 @@ def chunks_of(pairs: Sequence[Pair], chunk_bytes: int) -> list[Pair]:
     return pieces
 
 
+def is_settled_well(arrival: Arrival) -> bool:
+    """Wait until nothing is copied any more. Returns whether all of the batch is there."""
+    try:
+        arrival.finish()
+    except RuntimeError:
+        return False
+    return True
+
+
 class _Numbered:
     def __init__(self, number: int) -> None:
         self.number = number
@@ -76,6 +86,9 @@ class _Numbered:
 
     def finish(self) -> None:
         return
+
+
+NOTHING_UNDER_WAY: Arrival = _Numbered(0)
 
 
 class DirectLink:
@@ -141,6 +154,14 @@ class CudaLink:
 
     def copy(self, pairs: Sequence[Pair], *, after: Any, urgent: bool) -> Arrival:
         stream = self.urgent if urgent else self.patient
+        try:
+            return self._copy(stream, pairs, after, urgent)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                stream.synchronize()
+            raise
+
+    def _copy(self, stream: torch.cuda.Stream, pairs: Sequence[Pair], after: Any, urgent: bool) -> Arrival:
         if after is not None:
             stream.wait_event(after.event)
         if not urgent and self._last_urgent is not None:

@@ -86,7 +86,7 @@ class Passage:
                 yield from self._at_once(layer, found, foreseen, found.hits, show or stage)
         except BaseException:
             # Of a layer that is broken off some are still held, and some may be lost.
-            table.let_go()
+            self._slots.let_go()
             self._slots.take_lost()
             raise
 
@@ -113,40 +113,35 @@ class Passage:
         missing, free = deque(found.missing), deque(free_now)
         hits, late = table.split_late(layer, found.hits) if found.stirring else (found.hits, [])
         landing: deque[Wave] = deque()
-        try:
-            if missing and not free:
-                free.extend(self._victims(self._room_for(len(missing))))
-            groups = grouped(missing, free, self._landing_group)
-            there = [(experts, table.slot_at[layer, experts].tolist()) for experts in (hits, late)]
-            first, *landed = staged([*there, *groups], self._num_experts, stage)
-            landing.append(landed[0])
-            landing += self._send_all(layer, groups, landed[1:], stage)
-            if first.experts:
-                slots = self._slots.use(layer, first.experts, stirring=found.stirring)
-                self._before_computing(layer, found, foreseen)
-                yield first
-                table.release(slots, self._link.fence())
-            if self._link.defers or not first.experts:
-                self._afterwards.learn(layer, found, foreseen)
-            while missing or landing:
-                if not landing:
-                    free.extend(table.victims(len(missing)))
-                    landing += self._submit(layer, missing, free, stage)
-                    continue  # None of them may be readable.
-                wave = landing.popleft()
-                if not wave.experts:
-                    continue
-                slots = self._slots.use(layer, wave.experts, stirring=True)
-                yield wave
-                table.release(slots, self._link.fence())
-                if missing:
-                    free.extend(slots)
-                    landing += self._submit(layer, missing, free, stage)
-            self._afterwards.end(layer, found)
-        finally:
-            # A caller that broke off leaves copies under way into slots that are free for others from now on.
-            for wave in landing:
-                self._slots.use(layer, wave.experts, stirring=True)
+        if missing and not free:
+            free.extend(self._victims(self._room_for(len(missing))))
+        groups = grouped(missing, free, self._landing_group)
+        there = [(experts, table.slot_at[layer, experts].tolist()) for experts in (hits, late)]
+        first, *landed = staged([*there, *groups], self._num_experts, stage)
+        landing.append(landed[0])
+        landing += self._send_all(layer, groups, landed[1:], stage)
+        if first.experts:
+            slots = self._slots.use(layer, first.experts, stirring=found.stirring)
+            self._before_computing(layer, found, foreseen)
+            yield first
+            table.release(slots, self._link.fence())
+        if self._link.defers or not first.experts:
+            self._afterwards.learn(layer, found, foreseen)
+        while missing or landing:
+            if not landing:
+                free.extend(table.victims(len(missing)))
+                landing += self._submit(layer, missing, free, stage)
+                continue  # None of them may be readable.
+            wave = landing.popleft()
+            if not wave.experts:
+                continue
+            slots = self._slots.use(layer, wave.experts, stirring=True)
+            yield wave
+            table.release(slots, self._link.fence())
+            if missing:
+                free.extend(slots)
+                landing += self._submit(layer, missing, free, stage)
+        self._afterwards.end(layer, found)
 
     def _victims(self, count: int) -> list[int]:
         """Up to so many slots that may be overwritten, as the policy says that has learned of all layers so far."""

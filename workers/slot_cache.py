@@ -160,8 +160,10 @@ class SlotCache:
         return self._slots.take_lost()
 
     def let_go(self) -> None:
-        """No step is under way: hold nothing."""
-        self._slots.table.let_go()
+        """No step is under way: hold nothing. What a step that ended early left on any stream is waited for."""
+        if self.slots.device.type == "cuda":
+            torch.cuda.synchronize(self.slots.device)
+        self._slots.let_go()
 
     def forget(self, expert: ExpertId) -> None:
         """Drop an expert that this rank no longer owns."""

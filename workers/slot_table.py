@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from placement.cache.finding import HITS, MISSING, NEEDED, find
 from placement.cache.policy import EvictionPolicy
 from placement.core import ExpertId
-from workers.links import Arrival, Fence
+from workers.links import Arrival, Fence, is_settled_well
 
 
 class Found(NamedTuple):
@@ -31,7 +31,8 @@ class Found(NamedTuple):
 class SlotTable:
     """S slots, empty at first. slot_at [L, E + 1]: the slot of each expert, -1 for none, and for the expert -1.
 
-    arrival: by slot, where there is one.
+    arrival: by slot, where there is one. awaited: those that the computing since the last lookup was told to wait for,
+    so that they may still be on their way.
     """
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
@@ -42,6 +43,7 @@ class SlotTable:
         self.foreseen: NDArray[np.bool_] = np.zeros(num_slots, bool)
         self.stirring: NDArray[np.bool_] = np.zeros(num_slots, bool)
         self.arrival: list[Arrival | None] = [None] * num_slots
+        self.awaited: list[Arrival] = []
         self.num_filled = 0
         self.num_foreseen = 0
         self._fence: list[Fence | None] = [None] * num_slots
@@ -57,11 +59,13 @@ class SlotTable:
 
     def look_up(self, layer: int, chosen: NDArray[np.int64]) -> Found:
         """Find a layer's distinct experts among chosen [n] (-1: none), and hold those that are in slots: what was found
-        of their value is old. All uses of slots so far must be over: no copy has to wait for them."""
+        of their value is old. All uses of slots so far must be over: no copy has to wait for them, and what they waited
+        for is there."""
         for slot in self._fenced:
             self._fence[slot] = None
         self._fenced.clear()
         self._unfenced = []
+        self.awaited = []
         found = self._found
         needed, hits, stirring = find(self.slot_at, self.held, self.stirring, layer, chosen, found)
         if self._ranked:
@@ -136,10 +140,13 @@ class SlotTable:
         self._unfenced += slots
         self.held[slots] = False
 
+    def all_held(self) -> list[int]:
+        return [int(slot) for slot in np.flatnonzero(self.held)]
+
     def let_go(self) -> None:
         """Hold nothing more. What may still be computed with what was held is not known."""
         if self.held.any():
-            self.leave([int(slot) for slot in np.flatnonzero(self.held)])
+            self.leave(self.all_held())
 
     def arrived(self, slot: int) -> None:
         """There is nothing left to wait for."""
@@ -230,6 +237,6 @@ class SlotTable:
         free[list(self._ahead)] = False
         if self._ahead and not free.any():
             for arrival in self._ahead.values():
-                arrival.finish()
+                is_settled_well(arrival)
             free = ~self.held
         return free

@@ -14,7 +14,7 @@ import torch
 from placement.cache.policy import EvictionPolicy
 from placement.core import ExpertId
 from workers.host_slab import HostSlab
-from workers.links import Link
+from workers.links import NOTHING_UNDER_WAY, Arrival, Link, is_settled_well
 from workers.memory import Memory
 from workers.prefetch import PrefetchJudge
 from workers.slot_table import SlotTable
@@ -108,7 +108,14 @@ class Slots:
             if not items:
                 return experts, slots
         pairs = [(self._rows[slot], blob) for slot, blob in zip(slots, blobs, strict=True)]
-        arrival = self._link.copy(pairs, after=self.table.last_use(slots, self._link.fence), urgent=urgent)
+        try:
+            arrival = self._link.copy(pairs, after=self.table.last_use(slots, self._link.fence), urgent=urgent)
+        except BaseException:
+            # Some may have been copied.
+            for slot in slots:
+                self._abandon(slot)
+            self._slab.lent(items, NOTHING_UNDER_WAY)
+            raise
         # The copies are what the layer waits for: all else comes after they were given.
         for slot in slots:
             self.empty(slot)
@@ -133,8 +140,13 @@ class Slots:
         arrivals = {id(arrival): arrival for slot in busy if (arrival := table.arrival[slot]) is not None}
         if arrivals:
             begun = time.perf_counter()
+            table.awaited += arrivals.values()
             for arrival in arrivals.values():
-                arrival.wait()
+                try:
+                    arrival.wait()
+                except RuntimeError:
+                    self._drop(arrival)
+                    raise
             self._counters.stall_s += time.perf_counter() - begun
         for slot in busy:
             table.arrived(slot)
@@ -143,6 +155,34 @@ class Slots:
                 self.judge.used()
                 self._counters.prefetch_used += 1
         return slots
+
+    def let_go(self) -> None:
+        """A layer is broken off, or no step is under way: hold nothing. What is computed from now on comes after all
+        that is on its way into what was held, so that no later copy overtakes it."""
+        table = self.table
+        for slot in table.all_held():
+            arrival = table.arrival[slot]
+            if arrival is not None:
+                table.awaited.append(arrival)
+                try:
+                    arrival.wait()
+                except RuntimeError:
+                    self._drop(arrival)
+        table.let_go()
+
+    def _drop(self, arrival: Arrival) -> None:
+        """What was on its way failed: nobody is to find it."""
+        is_settled_well(arrival)
+        for slot, other in enumerate(self.table.arrival):
+            if other is arrival:
+                self._abandon(slot)
+
+    def _abandon(self, slot: int) -> None:
+        """Let a slot go whose contents are not what they should be, or are of no use any more."""
+        self.table.arrived(slot)
+        before = self._counters.evictions
+        self.empty(slot)
+        self._counters.evictions = before
 
     def empty(self, slot: int) -> None:
         """Let what lies in a slot go."""
@@ -161,16 +201,21 @@ class Slots:
 
     def forget(self, expert: ExpertId) -> None:
         """Drop an expert that this rank no longer owns."""
+        # Its blob may be released next: no copy, even into a slot that holds something else by now, must read a row
+        # that another expert has got.
+        self._settle_awaited()
         slot = self.table.slot_of(expert)
         if slot is None:
             return
         arrival = self.table.arrival[slot]
         if arrival is not None:
-            # Its blob may be released next: the copy must not read a row that another expert has got.
-            arrival.finish()
-            self.table.arrived(slot)
-        self.empty(slot)
-        self._counters.evictions -= 1
+            is_settled_well(arrival)
+        self._abandon(slot)
+
+    def _settle_awaited(self) -> None:
+        for arrival in self.table.awaited:
+            is_settled_well(arrival)
+        self.table.awaited = []
 
     def fill(self, hottest: list[ExpertId]) -> tuple[int, float]:
         """Fill empty slots, with the hottest experts where not all have room, and wait until they are there. Returns
@@ -189,9 +234,13 @@ class Slots:
         self._lost.clear()
         for slot in slots:
             arrival = table.arrival[slot]
-            if arrival is not None:
-                arrival.finish()
+            if arrival is None:
+                continue
+            if is_settled_well(arrival):
                 table.arrived(slot)
+            else:
+                self._drop(arrival)
+                logger.warning("an expert was lost on its way into a slot: it is fetched anew when it is needed")
         return len(slots) * self.blob_bytes, time.perf_counter() - begun
 
     # ----------------------------------------------------------------------------------------------------- memory
@@ -202,9 +251,10 @@ class Slots:
         Memory of the old ones goes back first; where it does not suffice the new ones are fewer. Nothing may be held.
         """
         assert not self.table.held.any()
+        self._settle_awaited()
         for arrival in self.table.arrival:
             if arrival is not None:
-                arrival.finish()
+                is_settled_well(arrival)
         kept, before = self.table.by_value(), len(self)
         self.generation += 1
         if self._device.type == "cuda":
@@ -235,6 +285,9 @@ class Slots:
     def _allocate(self, num_slots: int) -> None:
         self._memory.claim("slots", num_slots * self.blob_bytes)
         self.array = torch.zeros((num_slots, self.blob_bytes), dtype=torch.uint8, device=self._device)
+        if self._device.type == "cuda":
+            # The zeros are written by another stream than what is copied there next.
+            torch.cuda.current_stream(self._device).synchronize()
         self._rows = list(self.array.unbind())
         self.table = SlotTable(num_slots, self._policy)
         self._whole = None

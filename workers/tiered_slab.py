@@ -22,7 +22,7 @@ from placement.core import ExpertId
 from placement.errors import DiskError, MigrationError
 from workers.disk_tier import DiskTier
 from workers.host_slab import HostSlab
-from workers.links import Arrival
+from workers.links import Arrival, is_settled_well
 
 logger = logging.getLogger(__name__)
 READERS = 8
@@ -139,7 +139,7 @@ class TieredSlab(HostSlab):
         begun = time.perf_counter()
         absent = [expert for expert in experts if not self.is_ready(expert)]
         # Those that are here first, so that those that come do not take their rows.
-        rows: dict[ExpertId, int | None] = {expert: self._bring(expert) for expert in experts if expert not in absent}
+        rows: dict[ExpertId, int | None] = {expert: self._try(expert) for expert in experts if expert not in absent}
         rows |= dict(zip(absent, self._pool.map(self._try, absent), strict=True))
         if absent:
             self._disk.stalled(begun)
@@ -218,7 +218,7 @@ class TieredSlab(HostSlab):
         row = self._free.pop()
         reader = self._reader_of_row.pop(row, None)
         if reader is not None:
-            reader.finish()
+            is_settled_well(reader)
         return row
 
     def _demote(self, expert: ExpertId) -> None:

@@ -66,15 +66,46 @@ def test_a_slot_holds_what_was_asked_for_last_though_nobody_waited_for_what_came
     link.close()
 
 
-def test_a_failure_reaches_the_layer_that_needs_the_expert_and_the_cache_closes() -> None:
-    def fail() -> None:
-        raise OSError("the cable is out")
+def test_a_failure_reaches_the_layer_that_needs_the_expert_once_and_the_expert_is_fetched_anew() -> None:
+    troubles = iter(["the cable is out"])
 
-    link = soft_bounce(range(0), chunk_bytes=BLOB // 2, fails=fail)
-    cache = _cache(4, link=link)
+    def fail() -> None:
+        for trouble in troubles:
+            raise OSError(trouble)
+
+    cache = _cache(4, link=soft_bounce(range(0), chunk_bytes=BLOB // 2, fails=fail))
     with pytest.raises(RuntimeError, match="lost on their way through the bounce ring: the cable is out"):
         _run(cache, 0, [0, 1])
+    assert cache.resident(0) == frozenset()
+    assert _run(cache, 0, [0, 1]) == [{0, 1}]
     cache.close()
+
+
+def test_a_prefetch_that_fails_holds_nobody_up() -> None:
+    troubles = iter(["the cable is out"])
+
+    def fail() -> None:
+        for trouble in troubles:
+            raise OSError(trouble)
+
+    cache = _cache(4, link=soft_bounce(range(0), chunk_bytes=BLOB // 2, fails=fail))
+    cache.ahead.prefetch(1, [5])
+    assert _run(cache, 0, [0, 1, 2, 3, 4])
+    cache.resize(3)
+    assert _run(cache, 1, [5]) == [{5}]
+    cache.close()
+
+
+def test_a_batch_that_the_ring_refuses_is_over_when_it_says_so() -> None:
+    memory = _rows(4)
+    link = soft_bounce(memory.pinned, chunk_bytes=BLOB // 3)
+    link._urgent.close()
+    pairs = _pairs(memory)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        link.copy(pairs, after=None, urgent=True)
+    assert all(torch.equal(*pair) for pair in pairs[:4])
+    link._urgent.wait_until_submitted()
+    link.close()
 
 
 def _half_pinned(num_slots: int, seed: int) -> SlotCache:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from placement.core import ExpertId
 from placement.errors import ConfigError, DiskError, MigrationError
 from workers.blob import BlobLayout
 from workers.disk_tier import BlobFile, DiskTier
-from workers.links import DirectLink
+from workers.links import Arrival, DirectLink, Fence, Pair
 from workers.shards import open_shards
 from workers.slot_cache import SlotCache
 from workers.tiered_slab import TieredSlab
@@ -172,3 +173,46 @@ def test_a_checkpoint_that_loses_its_end_while_it_serves_is_named(tmp_path: Path
     os.truncate(path, 5000)
     with pytest.raises(ConfigError, match=rf"tensor '{key}' cannot be read: the file ends at byte \d+, \d+ bytes too"):
         shards.whole(key)
+
+
+class _Lost:
+    """A batch that failed on its way."""
+
+    def wait(self) -> None:
+        raise RuntimeError("a batch was lost")
+
+    def done(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        self.wait()
+
+
+def test_a_row_whose_copy_failed_is_used_again_like_any_other() -> None:
+    slab = _slab(DiskTier(source=Numbers(), file=None))
+    for number in range(10):
+        expert = ExpertId(0, number)
+        assert slab.fetch([expert]) != [None]
+        slab.lent([expert], _Lost())
+    assert _fetch(slab, list(range(ROWS))) == list(range(ROWS))
+
+
+def test_a_link_that_refuses_copies_leaves_no_row_in_use() -> None:
+    class Refusing(DirectLink):
+        def copy(self, pairs: Sequence[Pair], *, after: Fence | None, urgent: bool) -> Arrival:
+            raise RuntimeError("refused")
+
+    slab = _slab(DiskTier(source=Numbers(), file=None))
+    cache = SlotCache(
+        slab=slab,
+        policy=EvictionPolicy(PolicyName.LRU, num_layers=1, num_experts=10, top_k=2, share=0.4),
+        link=Refusing(),
+        num_slots=4,
+        blob_bytes=BLOB,
+        device=torch.device("cpu"),
+    )
+    for number in range(10):
+        with pytest.raises(RuntimeError, match="refused"):
+            list(cache.waves(0, np.array([number])))
+    assert cache.resident(0) == frozenset()
+    assert _fetch(slab, list(range(ROWS))) == list(range(ROWS))
