@@ -229,9 +229,12 @@ class Slots:
         items = sorted([item for item in absent if self._slab.is_ready(item)][: len(vacant)])
         slots = vacant[: len(items)]
         begun = time.perf_counter()
-        for item, slot in zip(items, slots, strict=True):
-            self.send(item.layer, [item.expert], [slot], urgent=True)
-        self._lost.clear()
+        try:
+            for item, slot in zip(items, slots, strict=True):
+                self.send(item.layer, [item.expert], [slot], urgent=True)
+        finally:
+            # No layer needs them.
+            self._lost.clear()
         for slot in slots:
             arrival = table.arrival[slot]
             if arrival is None:

@@ -105,8 +105,12 @@ class SoftLink:
     def copy(self, pairs: Sequence[Pair], *, after: Fence | None, urgent: bool) -> Arrival:
         edge = self._urgent if urgent else self._patient
         edge.begin(after)
-        for target, source in pairs:
-            edge.send(target, source)
+        try:
+            for target, source in pairs:
+                edge.send(target, source)
+        except BaseException:
+            edge.mark().finish()
+            raise
         return edge.mark()
 
     def fence(self) -> Fence:

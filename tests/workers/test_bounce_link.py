@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ def test_a_batch_that_the_ring_refuses_is_over_when_it_says_so() -> None:
     link.close()
 
 
-def _half_pinned(num_slots: int, seed: int) -> SlotCache:
+def _half_pinned(num_slots: int, seed: int, fails: Callable[[], None] = lambda: None) -> SlotCache:
     """A cache of experts of which some lie in memory that is not pinned, with a random sleep at every event."""
     rng = random.Random(seed)
 
@@ -118,7 +119,7 @@ def _half_pinned(num_slots: int, seed: int) -> SlotCache:
     slab = _slab()
     memory = HostRows(slab.memory.rows, rng.randint(0, LAYERS * EXPERTS))
     link = soft_bounce(
-        memory.pinned, chunk_bytes=BLOB // 3, delay=delay, num_threads=1 + seed % 3, defers=seed % 2 == 1
+        memory.pinned, chunk_bytes=BLOB // 3, delay=delay, fails=fails, num_threads=1 + seed % 3, defers=seed % 2 == 1
     )
     cache = _cache(num_slots, link=link, policy=PolicyName.REUSE)
     cache._slots._slab = slab
@@ -139,6 +140,31 @@ def test_no_race_is_lost_when_every_event_takes_a_random_time(seed: int) -> None
             _break_off(cache, layer, rng)
         if rng.random() < 0.05:
             cache.resize(rng.randint(1, 12))
+    cache.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_cable_that_fails_now_and_then_gives_nobody_the_wrong_expert(seed: int) -> None:
+    rng, failures = random.Random(seed), []
+
+    def fail() -> None:
+        if rng.random() < 0.02:
+            failures.append("the cable is out")
+            raise RuntimeError(failures[-1])
+
+    pick = np.random.default_rng(seed)
+    cache, raised = _half_pinned(rng.randint(2, 10), seed, fail), 0
+    for step in range(60):
+        experts = pick.choice(EXPERTS, rng.randint(0, EXPERTS), replace=False).tolist()
+        try:
+            _run(cache, step % LAYERS, experts)
+            cache.ahead.guess((step + 1) % LAYERS, 3)
+            if rng.random() < 0.05:
+                cache.resize(rng.randint(1, 12))
+        except RuntimeError as error:
+            assert "the cable is out" in str(error)
+            raised += 1
+    assert 0 < raised <= len(failures)
     cache.close()
 
 

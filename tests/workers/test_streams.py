@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from placement.cache.policy import EvictionPolicy, PolicyName
 from placement.core import ExpertId
 from tests.workers.streams import Device, StreamLink, StreamStaging
+from workers.blob import BlobLayout
+from workers.disk_tier import DiskTier
 from workers.host_slab import HostSlab
 from workers.slot_cache import SlotCache
+from workers.tiered_slab import TieredSlab
 from workers.wave import Wave
 
 LAYERS, EXPERTS, BLOB = 3, 9, 64
@@ -28,22 +32,42 @@ class _BrokenOffError(Exception):
 class _Unreadable(HostSlab):
     """A slab of which some experts can't be read."""
 
-    broken: frozenset[ExpertId] = frozenset()
+    def __init__(self, rank: _Rank) -> None:
+        super().__init__(capacity=LAYERS * EXPERTS, blob_bytes=BLOB)
+        self._rank = rank
 
     def fetch(self, experts: Sequence[ExpertId]) -> list[torch.Tensor | None]:
         found = zip(experts, super().fetch(experts), strict=True)
-        return [None if expert in self.broken else blob for expert, blob in found]
+        return [None if expert in self._rank.broken else blob for expert, blob in found]
+
+
+class _Source:
+    """A rank's experts as they lie on disk."""
+
+    layout = BlobLayout(fields=(), num_bytes=BLOB)
+    lasts = True
+
+    def __init__(self, rank: _Rank) -> None:
+        self._rank = rank
+
+    def read(self, expert: ExpertId, out: torch.Tensor) -> None:
+        if expert in self._rank.broken:
+            raise OSError("Input/output error")
+        out.fill_(self._rank.bytes_of[expert])
 
 
 class _Rank:
     """Layer after layer, as `ExpertCompute` runs them on a GPU. Each expert's bytes are one number, another each time
     that it comes to this rank."""
 
-    def __init__(self, seed: int, *, fails: bool = False, forgets_fences: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, fails: bool = False, forgets_fences: bool = False, host_rows: int | None = None
+    ) -> None:
         self.rng = rng = random.Random(seed)
         self.device = Device(rng)
-        self.slab = _Unreadable(capacity=LAYERS * EXPERTS, blob_bytes=BLOB)
         self.bytes_of: dict[ExpertId, int] = {}
+        self.broken: frozenset[ExpertId] = frozenset()
+        self.slab = self._slab(host_rows)
         for layer in range(LAYERS):
             for expert in range(EXPERTS):
                 self.own(ExpertId(layer, expert))
@@ -70,7 +94,14 @@ class _Rank:
             guesses=rng.random() < 0.3,
         )
         self.stagings = [StreamStaging(self.device, capacity=rng.choice([24, 64, 1024])) for _ in range(LAYERS)]
+        self.runs_short = rng.choice([0.0, 0.03])
         self.wrong: list[str] = []
+
+    def _slab(self, host_rows: int | None) -> HostSlab:
+        if host_rows is None:
+            return _Unreadable(self)
+        disk = DiskTier(source=_Source(self), file=None)
+        return TieredSlab(rows=host_rows, capacity=LAYERS * EXPERTS, blob_bytes=BLOB, disk=disk)
 
     def own(self, item: ExpertId) -> None:
         self.bytes_of[item] = self.rng.randint(1, 255)
@@ -90,7 +121,13 @@ class _Rank:
         foreseen = np.array(rng.choices(range(EXPERTS), k=rng.choice([0, 0, 4])), np.int64)
         breaks_off = rng.choice([-1] * 12 + [0, 1, 2])
         computed: list[int] = []
-        waves = cache.waves(layer, chosen, foreseen, staging.send, staging.show)
+
+        def send(array: NDArray[np.int64]) -> torch.Tensor:
+            if rng.random() < self.runs_short:
+                raise _BrokenOffError
+            return staging.send(array)
+
+        waves = cache.waves(layer, chosen, foreseen, send, staging.show)
         try:
             for number, wave in enumerate(waves):
                 if number == breaks_off:
@@ -104,7 +141,7 @@ class _Rank:
             assert not cache._slots.table.held.any()
         lost = cache.take_lost()
         assert sorted(computed + lost) == sorted(set(wanted) - {-1})
-        assert all(ExpertId(layer, expert) in self.slab.broken for expert in lost)
+        assert all(ExpertId(layer, expert) in self.broken for expert in lost)
 
     def _kernel(self, layer: int, wave: Wave) -> Callable[[], None]:
         """It finds its experts by the table, when it runs."""
@@ -139,7 +176,7 @@ class _Rank:
         elif draw < 0.28:
             cache.warm_up(rng.sample(sorted(self.bytes_of), 9))
         elif draw < 0.36:
-            self.slab.broken = frozenset(rng.sample(sorted(self.bytes_of), rng.choice([0, 0, 5])))
+            self.broken = frozenset(rng.sample(sorted(self.bytes_of), rng.choice([0, 0, 5])))
 
     def run(self, steps: int, *, most: int = EXPERTS) -> None:
         for _ in range(steps):
@@ -170,6 +207,13 @@ def test_a_copy_that_fails_is_raised_at_most_once_and_fetched_anew(seed: int) ->
     rank.run(12)
     assert rank.wrong == []
     assert rank.raised <= rank.failures
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_of_memory_are_overwritten_only_when_no_copy_reads_them(seed: int) -> None:
+    rank = _Rank(seed, host_rows=10, fails=seed % 2 == 1)
+    rank.run(8)
+    assert rank.wrong == []
 
 
 def test_a_fence_that_is_not_waited_for_shows() -> None:
