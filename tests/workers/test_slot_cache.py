@@ -312,18 +312,25 @@ class _PuttingOff(DirectLink):
         return super().copy(pairs, after=after, urgent=urgent)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, LAYERS - 1), st.lists(st.integers(0, EXPERTS - 1), max_size=6, unique=True))),
-    st.integers(1, 14),
-)
+@given(steps=STEPS, num_slots=st.integers(1, 20), one_wave=st.sampled_from([0, 4, 16]))
 @settings(deadline=None)
-def test_what_is_put_off_changes_no_decision(steps: list[tuple[int, list[int]]], num_slots: int) -> None:
-    caches = [_cache(num_slots, link=link, policy=PolicyName.REUSE, one_wave=4) for link in (None, _PuttingOff())]
-    for layer, experts in steps:
+def test_what_is_put_off_changes_no_decision(
+    steps: list[tuple[int, list[int], list[int], int]], num_slots: int, one_wave: int
+) -> None:
+    caches = [
+        _cache(num_slots, link=link, policy=PolicyName.REUSE, one_wave=one_wave) for link in (None, _PuttingOff())
+    ]
+    for layer, experts, ahead, size in steps:
         for cache in caches:
             _run(cache, layer, experts)
+            if ahead:
+                cache.catch_up()
+                cache.ahead.prefetch((layer + 1) % LAYERS, ahead)
+            if size:
+                cache.resize(size)
         assert caches[0].resident(0) == caches[1].resident(0)
         assert caches[0].resident(1) == caches[1].resident(1)
+        assert caches[0].counters.hits == caches[1].counters.hits
 
 
 def test_a_copy_waits_only_for_the_computing_that_may_still_be_under_way() -> None:
