@@ -17,6 +17,7 @@ from workers.host_slab import HostSlab
 from workers.links import NOTHING_UNDER_WAY, Arrival, Link, is_settled_well
 from workers.memory import Memory
 from workers.prefetch import PrefetchJudge
+from workers.slot_array import SlotArray
 from workers.slot_table import SlotTable
 from workers.telemetry import CacheCounters
 
@@ -59,7 +60,6 @@ class Slots:
         self._policy = policy
         self._link = link
         self._device = device
-        self._memory = memory
         self._counters = counters
         self._lost: list[int] = []
         # To make one takes as long as to look up where it lies.
@@ -67,10 +67,16 @@ class Slots:
             [ExpertId(layer, expert) for expert in range(policy.num_experts)] for layer in range(policy.num_layers)
         ]
         self._whole: list[Whole] | None = None
-        self._allocate_most(num_slots, num_slots)
+        self._slots = SlotArray(num_slots, blob_bytes=blob_bytes, device=device, memory=memory)
+        self._begin_anew()
 
     def __len__(self) -> int:
         return len(self.array)
+
+    @property
+    def array(self) -> torch.Tensor:
+        """[num_slots, blob_bytes]; another one after each resize."""
+        return self._slots.whole
 
     @property
     def num_experts(self) -> int:
@@ -246,51 +252,22 @@ class Slots:
                 logger.warning("an expert was lost on its way into a slot: it is fetched anew when it is needed")
         return len(slots) * self.blob_bytes, time.perf_counter() - begun
 
-    # ----------------------------------------------------------------------------------------------------- memory
-
     def resize(self, num_slots: int) -> None:
-        """Have so many slots from now on, with the most valuable of what was in them.
-
-        Memory of the old ones goes back first; where it does not suffice the new ones are fewer. Nothing may be held.
-        """
+        """Have so many slots from now on, with the most valuable of what was in them (see `SlotArray.replace`). Nothing
+        may be held."""
         assert not self.table.held.any()
         self._settle_awaited()
         for arrival in self.table.arrival:
             if arrival is not None:
                 is_settled_well(arrival)
-        kept, before = self.table.by_value(), len(self)
+        kept = self.table.by_value()
         self.generation += 1
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        # Layers have views of the old slots until they next run.
-        self._rows.clear()
-        self.array.untyped_storage().resize_(0)
-        self._memory.claim("slots", 0)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        self._allocate_most(num_slots, before)
+        self._slots.replace(num_slots)
+        self._begin_anew()
         self.fill(kept)
 
-    def _allocate_most(self, wanted: int, before: int) -> None:
-        """So many slots as wanted; as many as before where there is no room for more; half, a quarter, ... of that."""
-        num_slots = wanted
-        while True:
-            try:
-                self._allocate(num_slots)
-                break
-            except torch.OutOfMemoryError:
-                if num_slots == 1:
-                    raise
-            num_slots = before if num_slots > before else num_slots // 2
-        if num_slots < wanted:
-            logger.warning("memory has no room for %d slots of the expert cache; there are %d", wanted, num_slots)
-
-    def _allocate(self, num_slots: int) -> None:
-        self._memory.claim("slots", num_slots * self.blob_bytes)
-        self.array = torch.zeros((num_slots, self.blob_bytes), dtype=torch.uint8, device=self._device)
-        if self._device.type == "cuda":
-            # The zeros are written by another stream than what is copied there next.
-            torch.cuda.current_stream(self._device).synchronize()
-        self._rows = list(self.array.unbind())
-        self.table = SlotTable(num_slots, self._policy)
+    def _begin_anew(self) -> None:
+        """There is nothing in the slots."""
+        self._rows = self._slots.rows
+        self.table = SlotTable(len(self), self._policy)
         self._whole = None
