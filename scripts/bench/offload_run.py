@@ -20,6 +20,7 @@ TESTS = (
     "tests/workers/test_staging.py",
     "tests/workers/test_cuda_runtime.py",
     "tests/workers/test_fused_kernel.py",
+    "tests/workers/test_bounce_cuda.py",
     "tests/gpu/test_relief_on_gpu.py",
 )
 
@@ -33,7 +34,7 @@ class Part:
     limit_s: float
 
 
-def parts(trace: Path, out: Path, commit: str, soak_seconds: float) -> list[Part]:
+def parts(trace: Path, out: Path, commit: str, soak_seconds: float, freetoken: Path | None) -> list[Part]:
     bench = ("--trace", str(trace), "--commit", commit)
 
     def offload(name: str, stages: str, limit_s: float, *more: str) -> Part:
@@ -46,10 +47,17 @@ def parts(trace: Path, out: Path, commit: str, soak_seconds: float) -> list[Part
 
     lookup = ("scripts/bench/lookup.py", "--trace", str(trace), "--out", str(out / "lookup.json"))
     ahead = ("scripts/bench/prefetch_device.py", *bench, "--out", str(out / "prefetch-gpu.json"))
+    beside = ("--freetoken", str(freetoken), *bench, "--out", str(out / "beside-freetoken.json"))
+    rivals = (
+        []
+        if freetoken is None
+        else [Part(name="freetoken", arguments=("scripts/bench/beside_freetoken.py", *beside), limit_s=180)]
+    )
     return [
         Part(name="lookup", arguments=lookup, limit_s=90),
         offload("small", "copies,small,launches", 150),
-        Part(name="prefetch", arguments=ahead, limit_s=100),
+        Part(name="prefetch", arguments=ahead, limit_s=150),
+        *rivals,
         offload("table", "cached,resident,peers", 170),
         offload("qwen3", "copies,cached,resident,peers", 200, "--shape", "qwen3"),
         offload("soak", "tiers,soak", 60 + soak_seconds, "--soak-seconds", str(soak_seconds)),
@@ -70,12 +78,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=460.0, help="of all parts together")
     parser.add_argument("--soak-seconds", type=float, default=60.0)
     parser.add_argument("--only", default="", help="names of parts, comma-separated")
+    parser.add_argument("--freetoken", type=Path, help="the folder that FreeToken's package lies in, if it is here")
     parser.add_argument("--commit", default="", help="for machines without git")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.seconds
     failed = []
-    for part in parts(options.trace, options.out, options.commit, options.soak_seconds):
+    for part in parts(options.trace, options.out, options.commit, options.soak_seconds, options.freetoken):
         left = end - time.monotonic()
         if options.only and part.name not in options.only.split(","):
             continue
