@@ -12,7 +12,6 @@ import torch
 from scripts.bench.freetoken_sides import Ours, Rival, clocked, freetoken_cache, fused_over, graph_of, num_wrong
 from scripts.bench.lookup import learned
 from scripts.bench.offload import CPU_LINK, CUDA, DEVICE, DTYPE, Bench, raw_bandwidth, timed_steps
-from workers.expert_compute import ExpertCompute
 
 # Batch: steps that warm up, and that are measured.
 STEPS = {1: (20, 40), 8: (10, 12), 32: (4, 8)}
@@ -62,18 +61,7 @@ def ours_on(
     }
     ours.cache.close()
     cache = bench.cache(share, batch, learn=learn)
-    layers = [
-        ExpertCompute(
-            layer=layer,
-            module=bench.module,
-            layout=bench.layout,
-            cache=cache,
-            partial_dtype=torch.float32,
-            few_pairs=10**6,
-        )
-        for layer in range(bench.trace.num_layers)
-    ]
-    alone = [partial(layer, alone=True) for layer in layers]
+    alone = bench.computes(cache, few_pairs=10**6)
     timed_steps(alone, steps[:warm], bench.module.hidden_dim)
     seconds, out = timed_steps(alone, steps[warm:], bench.module.hidden_dim)
     cache.close()

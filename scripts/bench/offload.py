@@ -147,7 +147,8 @@ class Bench:
             self._learned[batch] = policy
         return self._learned[batch]
 
-    def computes(self, cache: SlotCache) -> list[Layer]:
+    def computes(self, cache: SlotCache, *, few_pairs: int | None = None) -> list[Layer]:
+        """The layers through a cache; few_pairs as for `ExpertCompute`."""
         layers = [
             ExpertCompute(
                 layer=layer,
@@ -155,6 +156,7 @@ class Bench:
                 layout=self.layout,
                 cache=cache,
                 partial_dtype=torch.float32,
+                few_pairs=few_pairs,
             )
             for layer in range(self.trace.num_layers)
         ]

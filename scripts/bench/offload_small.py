@@ -18,7 +18,6 @@ from scripts.bench.offload import CUDA, DEVICE, DTYPE, STEPS, WARM_STEPS, Bench,
 from workers.banks import make_banks
 from workers.blob import layout_of
 from workers.cuda_edge import link_for
-from workers.expert_compute import ExpertCompute
 from workers.few_tokens import fused_for
 from workers.host_slab import HostSlab
 from workers.slot_cache import SlotCache
@@ -146,20 +145,7 @@ def _cached(
     bench: Bench, cache: SlotCache, steps: list[torch.Tensor], count: int, expected: torch.Tensor, few_pairs: int | None
 ) -> dict[str, float]:
     """The mean step in ms after warming up, what it missed, and the last output beside the resident model's."""
-    layers = [
-        functools.partial(
-            ExpertCompute(
-                layer=layer,
-                module=bench.module,
-                layout=bench.layout,
-                cache=cache,
-                partial_dtype=torch.float32,
-                few_pairs=few_pairs,
-            ),
-            alone=True,
-        )
-        for layer in range(bench.trace.num_layers)
-    ]
+    layers = bench.computes(cache, few_pairs=few_pairs)
     timed_steps(layers, steps[:WARM_STEPS], bench.module.hidden_dim)
     counters = cache.counters
     before = (counters.copied_bytes, counters.lookups, counters.hits)
