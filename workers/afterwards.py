@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cache.finding import by_count
-from placement.cache.policy import EvictionPolicy
 from workers.ahead import Ahead
+from workers.learner import Learner
 from workers.slot_table import Found
 from workers.slots import Slots
 
@@ -21,7 +21,7 @@ class Afterwards:
     What is put off is done in the order in which it came, and before anybody is ranked, so that it decides the same.
     """
 
-    def __init__(self, slots: Slots, policy: EvictionPolicy, ahead: Ahead, *, guesses: bool) -> None:
+    def __init__(self, slots: Slots, policy: Learner, ahead: Ahead, *, guesses: bool) -> None:
         self._slots = slots
         self._policy = policy
         self._ahead = ahead
@@ -51,23 +51,27 @@ class Afterwards:
         self._put_off.append((layer, found._replace(needed=found.needed.copy()), foreseen.copy()))
 
     def catch_up(self) -> None:
-        """Do all that was put off."""
+        """Do all that was put off, and return once it is done."""
+        self._policy.wait()
         while self._put_off:
             layer, found, foreseen = self._put_off.popleft()
             self._learn(layer, found, foreseen)
             self.end(layer, found)
 
     def use_the_time(self) -> None:
-        """The host is about to wait for the device. Where the last layer's copies take a while all is done; else only
-        what can't wait: nothing, as a rule, for at most as many layers as there are."""
+        """The host is about to wait for the device. Where the last layer missed something all is done, in the policy's
+        thread if nothing is to be sent for; else only what can't wait: nothing, as a rule, for at most as many layers
+        as there are."""
         if not self._put_off:
             return
         _, found, foreseen = self._put_off[-1]
-        if (
-            found.missing
-            or len(foreseen)
-            or self._guesses
-            or self._slots.table.num_foreseen
-            or len(self._put_off) >= self._policy.num_layers
-        ):
+        table = self._slots.table
+        if len(foreseen) or table.num_foreseen or (self._guesses and self._ahead.looks_ahead()):
             self.catch_up()
+        elif found.missing or len(self._put_off) >= self._policy.num_layers:
+            runs = [(layer, found.needed) for layer, found, _ in self._put_off]
+            self._put_off.clear()
+            if found.missing:
+                table.learn_and_rank_ahead(runs, len(found.needed))
+            else:
+                self._policy.begin(runs)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from placement.cache.policy import EvictionPolicy
 from placement.core import ExpertId
 from workers.host_slab import HostSlab
+from workers.learner import Learner
 from workers.links import Link
 from workers.prefetch import LinkRoom
 from workers.slots import Slots
@@ -31,7 +31,7 @@ class Ahead:
         slots: Slots,
         *,
         slab: HostSlab,
-        policy: EvictionPolicy,
+        policy: Learner,
         link: Link,
         counters: CacheCounters,
         share: float,

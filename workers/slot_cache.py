@@ -19,6 +19,7 @@ from placement.core import ExpertId
 from workers.afterwards import Afterwards
 from workers.ahead import Ahead
 from workers.host_slab import HostSlab
+from workers.learner import Learner
 from workers.links import Link
 from workers.memory import CountedMemory, Memory
 from workers.passage import NOTHING, Passage
@@ -66,9 +67,10 @@ class SlotCache:
         self.counters = CacheCounters(stream_from=stream_from)
         self._link = link
         self._num_experts = policy.num_experts
+        self._learner = learner = Learner(policy)
         self._slots = Slots(
             slab=slab,
-            policy=policy,
+            policy=learner,
             link=link,
             num_slots=num_slots,
             blob_bytes=blob_bytes,
@@ -79,14 +81,14 @@ class SlotCache:
         self.ahead = Ahead(
             self._slots,
             slab=slab,
-            policy=policy,
+            policy=learner,
             link=link,
             counters=self.counters,
             share=prefetch_share,
             link_bytes_per_s=link_bytes_per_s,
             serves=slab.holds if serves is None else serves,
         )
-        self._afterwards = Afterwards(self._slots, policy, self.ahead, guesses=guesses)
+        self._afterwards = Afterwards(self._slots, learner, self.ahead, guesses=guesses)
         self._passage = Passage(
             self._slots,
             link=link,
@@ -182,6 +184,7 @@ class SlotCache:
         self.ahead.resized(keep_region=prefetch)
 
     def close(self) -> None:
+        self._learner.close()
         self._link.close()
 
 

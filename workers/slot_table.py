@@ -7,14 +7,16 @@ A slot is *held* while a layer may compute with it, *foreseen* from a prefetch u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.cache.finding import HITS, MISSING, NEEDED, find
-from placement.cache.policy import EvictionPolicy
+from placement.cache.policy import Candidates, Run
 from placement.core import ExpertId
+from workers.learner import Learner
 from workers.links import Arrival, Fence, is_settled_well
 
 
@@ -35,7 +37,7 @@ class SlotTable:
     so that they may still be on their way.
     """
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+    def __init__(self, num_slots: int, policy: Learner) -> None:
         assert num_slots >= 1
         layers, experts = policy.num_layers, policy.num_experts
         self.slot_at: NDArray[np.int64] = np.full((layers, experts + 1), -1, np.int64)
@@ -55,6 +57,9 @@ class SlotTable:
         self._policy = policy
         self._ahead: dict[int, Arrival] = {}
         self._ranked: list[int] = []
+        # Whom a thread ranks just now, and what was used since it began.
+        self._ranking: Future[list[int]] | None = None
+        self._used_since: list[int] = []
         self._found: NDArray[np.int64] = np.zeros((3, experts + 1), np.int64)
 
     def look_up(self, layer: int, chosen: NDArray[np.int64]) -> Found:
@@ -68,14 +73,12 @@ class SlotTable:
         self.awaited = []
         found = self._found
         needed, hits, stirring = find(self.slot_at, self.held, self.stirring, layer, chosen, found)
+        there: list[int] = found[HITS, :hits].tolist()
         if self._ranked:
             self._ranked = [slot for slot in self._ranked if not self.held[slot]]
-        return Found(
-            found[NEEDED, :needed],
-            found[HITS, :hits].tolist(),
-            found[MISSING, : needed - hits].tolist(),
-            stirring > 0,
-        )
+        elif self._ranking is not None:
+            self._used_since += self.slot_at[layer, there].tolist()
+        return Found(found[NEEDED, :needed], there, found[MISSING, : needed - hits].tolist(), stirring > 0)
 
     def slot_of(self, item: ExpertId) -> int | None:
         """Where an expert lies, if it does."""
@@ -211,20 +214,31 @@ class SlotTable:
         if len(ranked) < count:
             free = self._open()
             free[list(sparing)] = False
-            ranked = self._policy.rank(self._layer_in, self._expert_in, free, count)
+            ranked = self._policy.rank(Candidates(self._layer_in, self._expert_in, free, count))
         self._ranked = ranked[count:]
         return ranked[:count]
 
     def _still_ranked(self, sparing: Sequence[int]) -> list[int]:
         """Of those that were ranked, who may be overwritten."""
         self._forget_landed()
+        if self._ranking is not None:
+            self._ranked = [slot for slot in self._ranking.result() if slot not in self._used_since]
+            self._ranking = None
         held, ahead = self.held, self._ahead
         return [slot for slot in self._ranked if not held[slot] and slot not in ahead and slot not in sparing]
 
     def rank_ahead(self, count: int) -> None:
         """Find out now who makes room for so many next time."""
         self._forget_landed()
-        self._ranked = self._policy.rank(self._layer_in, self._expert_in, self._open(), count)
+        self._ranking = None
+        self._ranked = self._policy.rank(Candidates(self._layer_in, self._expert_in, self._open(), count))
+
+    def learn_and_rank_ahead(self, runs: Sequence[Run], count: int) -> None:
+        """The same once these runs are learned, all of it in the policy's thread."""
+        self._forget_landed()
+        now = Candidates(self._layer_in.copy(), self._expert_in.copy(), self._open(), count)
+        self._ranking = self._policy.begin(runs, now)
+        self._ranked, self._used_since = [], []
 
     def _forget_landed(self) -> None:
         if self._ahead:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from placement.cache.policy import EvictionPolicy
 from placement.core import ExpertId
 from workers.host_slab import HostSlab
+from workers.learner import Learner
 from workers.links import NOTHING_UNDER_WAY, Arrival, Link, is_settled_well
 from workers.memory import Memory
 from workers.prefetch import PrefetchJudge
@@ -45,7 +45,7 @@ class Slots:
         self,
         *,
         slab: HostSlab,
-        policy: EvictionPolicy,
+        policy: Learner,
         link: Link,
         num_slots: int,
         blob_bytes: int,

@@ -20,16 +20,16 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from placement.cache.matching import LATER, add_guess, guess_later, learn_guess
+from placement.cache.matching import LATER, add_guess, guess_later, learn_guess, mean_product
 from placement.cache.reuse import (
     DECAYS,
     LATER_STEPS,
     LATER_WORTH,
     ReuseState,
-    chance_of,
-    far_chance,
+    far_chances,
     scale_for,
 )
+from placement.cache.vectors import to_chances
 
 LATER_RATE, LATER_SHIFT = np.float32(0.03), np.float32(0.1)
 LATER_BIAS_RATE, LATER_BIAS_SHIFT = np.float32(0.05), np.float32(1.0)
@@ -39,20 +39,20 @@ USED_NEXT = np.float32(-1.0)
 WORTHS = np.array([0.0, USED_NEXT, *(LATER_WORTH**steps for steps in range(LATER_STEPS - 1))], np.float32)
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def foresee(state: ReuseState, clock: int, layer: int) -> None:
     """Layer `layer` has just run as number `clock`: learn from what ran ten steps ago, and say what comes later now."""
     learn_later(state, clock, layer)
     snapshots, later = state.snapshots[layer], state.later[layer]
     snapshots[clock // len(state.snapshots) % len(snapshots)] = state.features[layer]
     if crowded(state, clock):
-        for expert in range(len(later)):
-            later[expert] = far_chance(state, layer, expert)
+        later[:] = far_chances(state, layer, state.features[layer])
         return
-    logits = np.empty(len(later), np.float32)
-    later_logits(state, clock, layer, state.features[layer], logits)
+    worths = np.empty(len(later), np.float32)
+    later_logits(state, clock, layer, state.features[layer], worths)
+    to_chances(worths)
     for expert in range(len(later)):
-        worth = chance_of(logits[expert])
+        worth = np.float64(worths[expert])
         later[expert] = worth * (1.0 - LATER_WORTH) / (1.0 - LATER_WORTH * worth)
 
 
@@ -73,8 +73,9 @@ def later_logits(state: ReuseState, clock: int, layer: int, features: NDArray[An
     """The logits [E] of a layer that has run as number `clock`, its features [F, E] then: written to logits."""
     logits[:] = state.later_bias[layer]
     for kind in range(len(DECAYS)):
+        weight, feature = state.later_weight[kind], features[kind]
         for expert in range(len(logits)):
-            logits[expert] += state.later_weight[kind] * features[kind, expert]
+            logits[expert] += weight * feature[expert]
     guess = np.empty_like(logits)
     length = guess_later(state.matching, clock, WORTHS, guess)
     if length >= 0:
@@ -98,9 +99,10 @@ def learn_later(state: ReuseState, clock: int, layer: int) -> None:
     error = np.zeros(state.later_bias.shape[1], np.float32)
     features = state.snapshots[layer, before // num_layers % state.snapshots.shape[1]]
     later_logits(state, before, layer, features, error)
+    to_chances(error)
     worths = _worths(state, before)
     for expert in range(len(error)):
-        error[expert] = chance_of(error[expert]) - worths[expert]
+        error[expert] -= worths[expert]
         if worths[expert] == USED_NEXT:
             error[expert] = 0.0
     bias, squares = state.later_bias[layer], state.later_bias_squares[layer]
@@ -108,10 +110,7 @@ def learn_later(state: ReuseState, clock: int, layer: int) -> None:
         squares[expert] += error[expert] * error[expert]
         bias[expert] -= LATER_BIAS_RATE * error[expert] / np.sqrt(squares[expert] + LATER_BIAS_SHIFT)
     for kind in range(len(DECAYS)):
-        slope = 0.0
-        for expert in range(len(error)):
-            slope += np.float64(error[expert] * features[kind, expert])
-        slope /= len(error)
+        slope = mean_product(error, features[kind])
         state.later_weight_squares[kind] += slope * slope
         spread = math.sqrt(np.float64(state.later_weight_squares[kind]) + LATER_WEIGHT_SHIFT)
         state.later_weight[kind] -= LATER_WEIGHT_RATE * slope / spread

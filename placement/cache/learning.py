@@ -13,22 +13,23 @@ from numba import njit
 from numpy.typing import NDArray
 
 from placement.cache.later import crowded, foresee
-from placement.cache.matching import guess_next, learn_guess, note_run
+from placement.cache.matching import guess_next, learn_guess, mean_product, note_run
 from placement.cache.reuse import (
     DECAYS,
-    FREQUENCY_FLOOR,
-    LOG_SHIFT,
     LOOK_BACK,
     LOOK_BACK_DECAY,
     ReuseState,
-    chance_of,
+    far_chances,
+    find_features,
     logits_at,
     scale_for,
 )
+from placement.cache.vectors import to_chances
 
 CONTEXT_RATE, CONTEXT_SHIFT = np.float32(0.1), np.float32(0.1)
 BIAS_RATE, BIAS_SHIFT = np.float32(0.05), np.float32(1.0)
-WEIGHT_RATE, FAR_RATE, WEIGHT_SHIFT, FAR_BIAS_RATE = 0.05, 0.03, 1e-4, 0.003
+WEIGHT_RATE, FAR_RATE, WEIGHT_SHIFT = 0.05, 0.03, 1e-4
+FAR_BIAS_RATE = np.float32(0.003)
 RESTS = np.float32(1.0) - DECAYS
 
 
@@ -44,11 +45,10 @@ def learn_uses(state: ReuseState, clock: int, layer: int, experts: NDArray[Any])
         _learn_far(state, layer, outcome)
     state.older[layer] = state.features[layer]
     for kind in range(len(DECAYS)):
-        used, feature = state.used[layer, kind], state.features[layer, kind]
+        used, decay, rest = state.used[layer, kind], DECAYS[kind], RESTS[kind]
         for expert in range(num_experts):
-            used[expert] = DECAYS[kind] * used[expert] + RESTS[kind] * outcome[expert]
-        for expert in range(num_experts):
-            feature[expert] = math.log(np.float64(used[expert]) + FREQUENCY_FLOOR) + LOG_SHIFT
+            used[expert] = decay * used[expert] + rest * outcome[expert]
+    find_features(state, layer)
     row = clock % len(state.ring)
     state.ring_size[row] = len(experts)
     state.ring[row, : len(experts)] = experts
@@ -67,8 +67,9 @@ def _learn_near(state: ReuseState, clock: int, layer: int, outcome: NDArray[Any]
     cutoff = clock - distance
     error = np.empty_like(state.near_bias[layer])
     logits_at(state, cutoff, layer, distance, error)
+    to_chances(error)
     for expert in range(len(error)):
-        error[expert] = chance_of(error[expert]) - outcome[expert]
+        error[expert] -= outcome[expert]
     _step_linear(state, layer, distance, error)
     guess = np.empty_like(error)
     length = guess_next(state.matching, cutoff, distance, guess)
@@ -95,10 +96,7 @@ def _step_linear(state: ReuseState, layer: int, distance: int, error: NDArray[An
         squares[expert] += error[expert] * error[expert]
         bias[expert] -= BIAS_RATE * error[expert] / np.sqrt(squares[expert] + BIAS_SHIFT)
     for kind in range(len(DECAYS)):
-        slope = 0.0
-        for expert in range(len(error)):
-            slope += np.float64(error[expert] * state.features[layer, kind, expert])
-        slope /= len(error)
+        slope = mean_product(error, state.features[layer, kind])
         state.near_weight_squares[distance - 1, kind] += slope * slope
         spread = math.sqrt(np.float64(state.near_weight_squares[distance - 1, kind]) + WEIGHT_SHIFT)
         state.near_weight[distance - 1, kind] -= WEIGHT_RATE * slope / spread
@@ -106,17 +104,13 @@ def _step_linear(state: ReuseState, layer: int, distance: int, error: NDArray[An
 
 @njit(cache=True)
 def _learn_far(state: ReuseState, layer: int, outcome: NDArray[Any]) -> None:
-    logits = state.far_bias[layer].copy()
+    older, bias = state.older[layer], state.far_bias[layer]
+    error = far_chances(state, layer, older)
+    for expert in range(len(error)):
+        error[expert] -= outcome[expert]
+        bias[expert] -= FAR_BIAS_RATE * error[expert]
     for kind in range(len(DECAYS)):
-        for expert in range(len(logits)):
-            logits[expert] += state.far_weight[kind] * state.older[layer, kind, expert]
-    slopes = np.zeros(len(DECAYS), np.float64)
-    for expert in range(len(logits)):
-        error = chance_of(logits[expert]) - outcome[expert]
-        state.far_bias[layer, expert] -= FAR_BIAS_RATE * error
-        for kind in range(len(DECAYS)):
-            slopes[kind] += error * state.older[layer, kind, expert] / len(logits)
-    for kind in range(len(DECAYS)):
-        state.far_weight_squares[kind] += slopes[kind] * slopes[kind]
+        slope = mean_product(error, older[kind])
+        state.far_weight_squares[kind] += slope * slope
         spread = math.sqrt(np.float64(state.far_weight_squares[kind]) + WEIGHT_SHIFT)
-        state.far_weight[kind] -= FAR_RATE * slopes[kind] / spread
+        state.far_weight[kind] -= FAR_RATE * slope / spread

@@ -147,7 +147,7 @@ def add_guess(matching: Matching, row: int, length: int, guess: NDArray[Any], lo
 @njit(cache=True)
 def learn_guess(matching: Matching, row: int, length: int, guess: NDArray[Any], error: NDArray[Any]) -> None:
     """AdaGrad on the weights that `add_guess` used."""
-    slopes = (_mean_product(error, guess), _mean_product(error, np.ones_like(guess)))
+    slopes = (mean_product(error, guess), mean_product(error, np.ones_like(guess)))
     for part in range(2):
         matching.squares[row, length, part] += slopes[part] * slopes[part]
         spread = math.sqrt(np.float64(matching.squares[row, length, part]) + MATCH_SHIFT)
@@ -155,7 +155,7 @@ def learn_guess(matching: Matching, row: int, length: int, guess: NDArray[Any], 
 
 
 @njit(cache=True)
-def _mean_product(error: NDArray[Any], guess: NDArray[Any]) -> float:
+def mean_product(error: NDArray[Any], guess: NDArray[Any]) -> float:
     total = 0.0
     for expert in range(len(error)):
         total += np.float64(error[expert] * guess[expert])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.cache.finding import by_count, find
 from placement.cache.memory import CLOCK, PolicyMemory, new_memory
-from placement.cache.ranking import chances_of, observe, rank_slots, values_of
+from placement.cache.ranking import chances_of, learn_and_rank, observe, rank_slots, values_of
 from placement.cache.reuse import discount_for
 from placement.cache.values import LFU, LRFU, LRU, NEXT_USE, REUSE
 
@@ -31,6 +33,19 @@ _KINDS = {
     PolicyName.NEXT_USE: NEXT_USE,
     PolicyName.REUSE: REUSE,
 }
+
+
+# A layer that ran, and the distinct experts [n] that it needed, in ascending order.
+Run = tuple[int, NDArray[np.int64]]
+
+
+class Candidates(NamedTuple):
+    """Who may make room for so many: see `rank_slots`."""
+
+    layer_in: NDArray[np.int64]
+    expert_in: NDArray[np.int64]
+    free: NDArray[np.bool_]
+    room: int
 
 
 class EvictionPolicy:
@@ -60,6 +75,18 @@ class EvictionPolicy:
         """Layer `layer` needs these distinct experts now, in ascending order."""
         observe(self.memory, layer, experts)
 
+    def learn(self, runs: Sequence[Run], then: Candidates | None = None) -> list[int]:
+        """Observe runs, one after the other, and rank candidates after them: one compiled call, in which other threads
+        go on."""
+        layers = np.array([layer for layer, _ in runs], np.int64)
+        ends = np.cumsum([len(experts) for _, experts in runs], dtype=np.int64)
+        experts = np.concatenate([experts for _, experts in runs])
+        found = NOBODY if then is None else then
+        ranked = np.empty(len(found.free), np.int64)
+        num = learn_and_rank(self.memory, layers, ends, experts, *found, ranked)
+        slots: list[int] = ranked[:num].tolist()
+        return slots
+
     def values(self, layers: NDArray[np.int64], experts: NDArray[np.int64]) -> NDArray[np.float64]:
         """What each (layer, expert) [n] is worth since the last observation; the least is the first to go."""
         values = np.empty(len(layers), np.float64)
@@ -82,11 +109,15 @@ class EvictionPolicy:
         return chances
 
 
+NOBODY = Candidates(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), 0)
+
+
 def compile_policies() -> None:
     """Have everything compiled that a cache runs, so that no step waits for the compiler."""
     policy = EvictionPolicy(PolicyName.REUSE, num_layers=1, num_experts=1, top_k=1, share=0.5)
     one = np.zeros(1, np.int64)
     policy.observe(0, one)
+    policy.learn([(0, one)])
     policy.values(one, one)
     policy.rank(one, one, np.ones(1, bool), 1)
     policy.chances(0)

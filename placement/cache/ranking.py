@@ -11,17 +11,19 @@ from numpy.typing import NDArray
 from placement.cache.later import discount_now
 from placement.cache.learning import learn_uses
 from placement.cache.memory import CLOCK, KIND, NOW, PolicyMemory, open_history, open_reuse
-from placement.cache.reuse import chance_of, near_logits, value_of
+from placement.cache.reuse import near_logits, value_of
 from placement.cache.values import REUSE, classic_value, layers_until, note_uses
+from placement.cache.vectors import to_chances
 
 
 @njit(cache=True)
 def observe(memory: PolicyMemory, layer: int, experts: NDArray[Any]) -> None:
     """Layer `layer` needs these distinct experts now, in ascending order."""
     clock = memory.whole[CLOCK]
-    note_uses(open_history(memory), clock, layer, experts)
     if memory.whole[KIND] == REUSE:
         learn_uses(open_reuse(memory), clock, layer, experts)
+    else:
+        note_uses(open_history(memory), clock, layer, experts)
     memory.whole[NOW] = layer
     memory.whole[CLOCK] = clock + 1
 
@@ -39,9 +41,10 @@ def values_of(memory: PolicyMemory, layers: NDArray[Any], experts: NDArray[Any],
     state = open_reuse(memory)
     discount = discount_now(state, memory.whole[CLOCK] - 1, memory.doubles[0])
     num_layers, num_experts = state.near_bias.shape
-    logits = np.empty((num_layers, num_experts), np.float32)
+    chances = np.empty((num_layers, num_experts), np.float32)
     for layer in range(num_layers):
-        near_logits(state, memory.whole[CLOCK] - 1, now, layer, logits[layer])
+        near_logits(state, memory.whole[CLOCK] - 1, now, layer, chances[layer])
+    to_chances(chances.reshape(-1))
     # A power takes as long as all else that a slot's value takes.
     until = np.empty(num_layers, np.float64)
     for layer in range(num_layers):
@@ -49,7 +52,7 @@ def values_of(memory: PolicyMemory, layers: NDArray[Any], experts: NDArray[Any],
     for index in range(len(layers)):
         layer, expert = layers[index], experts[index]
         if layer >= 0:
-            near, later = chance_of(logits[layer, expert]), state.later[layer, expert]
+            near, later = np.float64(chances[layer, expert]), state.later[layer, expert]
             values[index] = value_of(near, later, discount, until[layer])
 
 
@@ -57,12 +60,30 @@ def values_of(memory: PolicyMemory, layers: NDArray[Any], experts: NDArray[Any],
 def chances_of(memory: PolicyMemory, layer: int) -> NDArray[Any]:
     """The chance [E] of each expert of a layer to be used when it runs next."""
     state = open_reuse(memory)
-    logits = np.empty(state.near_bias.shape[1], np.float32)
-    near_logits(state, memory.whole[CLOCK] - 1, memory.whole[NOW], layer, logits)
-    chances = np.empty(len(logits), np.float64)
-    for expert in range(len(logits)):
-        chances[expert] = chance_of(logits[expert])
+    chances = np.empty(state.near_bias.shape[1], np.float32)
+    near_logits(state, memory.whole[CLOCK] - 1, memory.whole[NOW], layer, chances)
+    to_chances(chances)
     return chances
+
+
+@njit(cache=True, nogil=True)
+def learn_and_rank(
+    memory: PolicyMemory,
+    layers: NDArray[Any],
+    ends: NDArray[Any],
+    experts: NDArray[Any],
+    layer_in: NDArray[Any],
+    expert_in: NDArray[Any],
+    free: NDArray[Any],
+    count: int,
+    ranked: NDArray[Any],
+) -> int:
+    """Layers [n] needed these experts, those of each up to its end; then as `rank_slots`."""
+    begin = 0
+    for run in range(len(layers)):
+        observe(memory, layers[run], experts[begin : ends[run]])
+        begin = ends[run]
+    return int(rank_slots(memory, layer_in, expert_in, free, count, ranked))
 
 
 @njit(cache=True)

@@ -17,7 +17,6 @@ run over a layer's experts innermost, which lie side by side: eight and more are
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,10 +25,11 @@ from numpy.typing import NDArray
 
 from placement.cache.matching import Matching, add_guess, guess_next
 from placement.cache.values import layers_until
+from placement.cache.vectors import logs_of, to_chances
 
 DECAYS = np.array([0.0, 0.5, 0.8, 0.93, 0.98, 0.997], np.float32)
-FREQUENCY_FLOOR = 0.003
-LOG_SHIFT = 3.0
+FREQUENCY_FLOOR = np.float32(0.003)
+LOG_SHIFT = np.float32(3.0)
 LOOK_BACK = 6
 LOOK_BACK_DECAY = np.float32(0.85)
 CONTEXT_BYTES = 64 << 20
@@ -85,15 +85,16 @@ def rows_of(num_layers: int) -> int:
 def fill_new(state: ReuseState, *, top_k: int) -> None:
     """Make zeros a model that has seen nothing."""
     state.used[:] = top_k / state.used.shape[2]
-    state.features[:] = np.log(state.used + np.float32(FREQUENCY_FLOOR)) + np.float32(LOG_SHIFT)
+    for layer in range(len(state.used)):
+        find_features(state, layer)
     state.older[:] = state.features
     state.snapshots[:] = state.features[:, None]
     state.near_weight[:] = state.far_weight[:] = state.later_weight[:] = 0.15
     state.near_bias[:] = state.far_bias[:] = state.later_bias[:] = -2.0
     state.crowd[:] = 2 * top_k
     state.matching.weight[:, :, 0] = 1.0
-    for layer, expert in np.ndindex(*state.later.shape):
-        state.later[layer, expert] = far_chance(state, layer, expert)
+    for layer in range(len(state.later)):
+        state.later[layer] = far_chances(state, layer, state.features[layer])
 
 
 def discount_for(share: float) -> float:
@@ -144,18 +145,27 @@ def scale_for(num_chosen: int) -> np.float32:
 
 
 @njit(cache=True)
-def chance_of(logit: float) -> float:
-    """The logistic function."""
-    return float(1.0 / (1.0 + math.exp(-np.float64(logit))))
+def find_features(state: ReuseState, layer: int) -> None:
+    """What the frequencies of a layer's experts say, on a scale that the models can add up."""
+    used, features = state.used[layer].reshape(-1), state.features[layer].reshape(-1)
+    shifted = np.empty_like(used)
+    for index in range(len(used)):
+        shifted[index] = used[index] + FREQUENCY_FLOOR
+    logs_of(shifted, features)
+    for index in range(len(used)):
+        features[index] += LOG_SHIFT
 
 
 @njit(cache=True)
-def far_chance(state: ReuseState, layer: int, expert: int) -> float:
-    """The chance of a use in a later step, knowing only how often the expert was used lately."""
-    logit = state.far_bias[layer, expert]
+def far_chances(state: ReuseState, layer: int, features: NDArray[Any]) -> NDArray[Any]:
+    """The chances [E] of a use in a later step, knowing only how often the experts were used lately: `features`."""
+    chances: NDArray[Any] = state.far_bias[layer].copy()
     for kind in range(len(DECAYS)):
-        logit += state.far_weight[kind] * state.features[layer, kind, expert]
-    return float(chance_of(logit))
+        weight = state.far_weight[kind]
+        for expert in range(len(chances)):
+            chances[expert] += weight * features[kind, expert]
+    to_chances(chances)
+    return chances
 
 
 @njit(cache=True)

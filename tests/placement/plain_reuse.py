@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,12 +52,44 @@ from placement.cache.reuse import (
     LOOK_BACK_DECAY,
     ReuseState,
 )
+from placement.cache.vectors import (
+    EXPONENT_BIAS,
+    HALF,
+    LARGEST_POWER,
+    LN2,
+    LOG,
+    MANTISSA_BITS,
+    ONE,
+    PER_LN2,
+    POWER,
+    ROOT_OF_HALF_BITS,
+)
 
 KINDS = range(len(DECAYS))
 
 
-def chance(logit: Any) -> float:
-    return 1.0 / (1.0 + math.exp(-float(logit)))
+def chance(logit: Any) -> Any:
+    """The logistic function in float32: 2 ** (whole + rest)."""
+    power = np.clip(-logit * PER_LN2, -LARGEST_POWER, LARGEST_POWER)
+    whole = int(power + np.float32(EXPONENT_BIAS) + HALF) - EXPONENT_BIAS
+    return ONE / (ONE + (_polynomial(POWER, power - np.float32(whole), ONE)) * np.float32(2.0**whole))
+
+
+def log(value: Any) -> Any:
+    """The natural logarithm in float32: of 2 ** whole * (1 + rest)."""
+    bits = int(np.float32(value).view(np.int32))
+    whole = (bits - ROOT_OF_HALF_BITS) >> MANTISSA_BITS
+    rest = np.int32(bits - (whole << MANTISSA_BITS)).view(np.float32) - ONE
+    square = rest * rest
+    tail = _polynomial(LOG[:-1], rest, LOG[-1]) * rest * square
+    return tail - HALF * square + rest + np.float32(whole) * LN2
+
+
+def _polynomial(factors: Sequence[Any], x: Any, last: Any) -> Any:
+    value = np.float32(0.0)
+    for factor in (*factors, last):
+        value = value * x + factor
+    return value
 
 
 def terms(state: ReuseState, clock: int, layer: int, distance: int) -> list[tuple[Any, int, int]]:
@@ -85,7 +118,7 @@ def near_logit(state: ReuseState, clock: int, layer: int, distance: int, expert:
 def value(state: ReuseState, discount: float, clock: int, now: int, layer: int, expert: int) -> float:
     layers = state.used.shape[0]
     distance = (layer - now - 1) % layers + 1
-    near = chance(near_logit(state, clock, layer, distance, expert))
+    near = float(chance(near_logit(state, clock, layer, distance, expert)))
     if len(_ran(state, clock)) <= state.crowd[0]:
         discount = min(MOST_PATIENT, discount + PATIENCE)
     later = float(state.later[layer, expert])
@@ -105,7 +138,7 @@ def learn(state: ReuseState, clock: int, layer: int, chosen: list[int]) -> None:
         for expert in range(experts):
             used = DECAYS[kind] * state.used[layer, kind, expert] + RESTS[kind] * outcome[expert]
             state.used[layer, kind, expert] = used
-            state.features[layer, kind, expert] = math.log(float(used) + FREQUENCY_FLOOR) + LOG_SHIFT
+            state.features[layer, kind, expert] = log(used + FREQUENCY_FLOOR) + LOG_SHIFT
     row = clock % len(state.ring)
     state.ring_size[row] = len(chosen)
     state.ring[row, : len(chosen)] = chosen
@@ -131,7 +164,7 @@ def _foresee(state: ReuseState, clock: int, layer: int, chosen: list[int]) -> No
                 logit = logit + state.far_weight[kind] * state.features[layer, kind, expert]
             state.later[layer, expert] = chance(logit)
         else:
-            worth = chance(_later_logit(state, clock, layer, state.features[layer], expert))
+            worth = float(chance(_later_logit(state, clock, layer, state.features[layer], expert)))
             state.later[layer, expert] = worth * (1.0 - LATER_WORTH) / (1.0 - LATER_WORTH * worth)
 
 
@@ -163,7 +196,7 @@ def _learn_later(state: ReuseState, before: int, layer: int) -> None:
         waits = [n for n in range(1, LATER_STEPS + 1) if expert in _ran(state, before + n * layers)]
         if waits[:1] != [1]:
             worth = np.float32(LATER_WORTH ** (waits[0] - 2)) if waits else np.float32(0.0)
-            error[expert] = chance(_later_logit(state, before, layer, features, expert)) - float(worth)
+            error[expert] = chance(_later_logit(state, before, layer, features, expert)) - worth
     for expert in range(experts):
         squares = state.later_bias_squares[layer, expert] + error[expert] * error[expert]
         state.later_bias_squares[layer, expert] = squares
@@ -186,10 +219,7 @@ def _learn_later(state: ReuseState, before: int, layer: int) -> None:
 
 def _learn_near(state: ReuseState, clock: int, layer: int, outcome: Any, distance: int) -> None:
     experts, cutoff = range(len(outcome)), clock - distance
-    error = [
-        np.float32(chance(near_logit(state, cutoff, layer, distance, expert)) - float(outcome[expert]))
-        for expert in experts
-    ]
+    error = [chance(near_logit(state, cutoff, layer, distance, expert)) - outcome[expert] for expert in experts]
     for expert in experts:
         squares = state.near_bias_squares[layer, expert] + error[expert] * error[expert]
         state.near_bias_squares[layer, expert] = squares
@@ -222,11 +252,12 @@ def _learn_far(state: ReuseState, layer: int, outcome: Any) -> None:
             logit = logit + state.far_weight[kind] * state.older[layer, kind, expert]
         logits.append(logit)
     for expert, logit in enumerate(logits):
-        error = chance(logit) - float(outcome[expert])
-        state.far_bias[layer, expert] = float(state.far_bias[layer, expert]) - FAR_BIAS_RATE * error
+        error = chance(logit) - outcome[expert]
+        state.far_bias[layer, expert] -= FAR_BIAS_RATE * error
         for kind in KINDS:
-            slopes[kind] += error * float(state.older[layer, kind, expert]) / len(outcome)
+            slopes[kind] += float(error * state.older[layer, kind, expert])
     for kind in KINDS:
+        slopes[kind] /= len(outcome)
         squares = np.float32(float(state.far_weight_squares[kind]) + slopes[kind] * slopes[kind])
         state.far_weight_squares[kind] = squares
         step = FAR_RATE * slopes[kind] / math.sqrt(float(squares) + WEIGHT_SHIFT)

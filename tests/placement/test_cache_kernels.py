@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from placement.cache.finding import HITS, MISSING, NEEDED, by_count, find
 from placement.cache.memory import reuse_views
-from placement.cache.policy import EvictionPolicy, PolicyName
-from placement.cache.reuse import far_chance
+from placement.cache.policy import Candidates, EvictionPolicy, PolicyName
+from placement.cache.reuse import far_chances
+from placement.cache.vectors import logs_of, to_chances
 from tests.placement.plain_reuse import chance, learn, near_logit, value
 
 LAYERS, EXPERTS, SLOTS = 3, 6, 9
@@ -67,7 +68,39 @@ def test_what_several_requests_chose_leaves_the_later_uses_to_frequencies() -> N
     policy.observe(0, np.arange(4))
     policy.observe(1, np.arange(5))
     assert state.later[0].min() > 0.9
-    assert state.later[1].tolist() == [far_chance(state, 1, expert) for expert in range(EXPERTS)]
+    assert state.later[1].tolist() == far_chances(state, 1, state.features[1]).tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(runs=RUNS.filter(bool), seed=st.integers(0, 99))
+def test_runs_that_are_learned_at_once_teach_what_they_teach_one_by_one(runs: list[list[int]], seed: int) -> None:
+    policy, other = _policy(), _policy()
+    cells = np.random.default_rng(seed).permutation(LAYERS * EXPERTS)[:SLOTS]
+    candidates = Candidates(*np.divmod(cells, EXPERTS), np.ones(SLOTS, bool), 4)
+    taught = [(clock % LAYERS, np.array(experts)) for clock, experts in enumerate(runs)]
+    ranked = policy.learn(taught, candidates)
+    for layer, experts in taught:
+        other.observe(layer, experts)
+    assert ranked == other.rank(*candidates)
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(policy.memory, other.memory, strict=True))
+
+
+def test_chances_and_logarithms_are_right_to_float32() -> None:
+    logits = np.linspace(-30, 30, 4001, dtype=np.float32)
+    chances = logits.copy()
+    to_chances(chances)
+    assert np.allclose(chances, 1 / (1 + np.exp(-logits.astype(np.float64))), rtol=2e-6, atol=0)
+    values = np.exp(np.linspace(-80, 80, 4001)).astype(np.float32)
+    logs = np.empty_like(values)
+    logs_of(values, logs)
+    assert np.allclose(logs, np.log(values.astype(np.float64)), rtol=2e-7, atol=2e-7)
+
+
+def test_a_logit_of_any_size_is_a_chance() -> None:
+    chances = np.array([-np.inf, -1e30, -200, 200, 1e30, np.inf], np.float32)
+    to_chances(chances)
+    assert (chances >= 0).all() and (chances <= 1).all()
+    assert chances[:3].max() < 1e-37 and chances[3:].min() == 1
 
 
 def test_a_policy_that_was_copied_learns_alone() -> None:

@@ -333,6 +333,14 @@ def test_what_is_put_off_changes_no_decision(
         assert caches[0].counters.hits == caches[1].counters.hits
 
 
+def test_what_is_used_while_others_are_ranked_does_not_make_room() -> None:
+    caches = [_cache(3, link=link, one_wave=4) for link in (None, _PuttingOff())]
+    for cache in caches:
+        for experts in ([0, 1, 2], [0], [3]):
+            _run(cache, 0, experts)
+        assert cache.resident(0) == {0, 2, 3}
+
+
 def test_a_copy_waits_only_for_the_computing_that_may_still_be_under_way() -> None:
     link = _PuttingOff()
     cache = _cache(2, link=link, one_wave=4)
