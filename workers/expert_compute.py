@@ -12,7 +12,7 @@ from torch import nn
 
 from workers.banks import BANK_SLOTS, Bank, make_banks
 from workers.blob import BlobLayout
-from workers.few_tokens import Fused, fused_for, most_pairs
+from workers.few_tokens import Fused, fit_words, fused_for, most_pairs, words_of
 from workers.passage import NOTHING
 from workers.slot_cache import SlotCache
 from workers.staging import Staging
@@ -134,12 +134,14 @@ class ExpertCompute:
         foreseen: NDArray[np.int64],
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Two launches a wave."""
+        """Two launches a wave. Of very few pairs they carry the slots themselves."""
         total: torch.Tensor | None = None
-        send, show = self._staging.send, self._staging.show
-        with closing(self._cache.waves(self._layer, chosen, foreseen, send, show)) as waves:
+        in_words = fit_words(len(chosen), self._cache.num_slots)
+        stages = () if in_words else (self._staging.send, self._staging.show)
+        with closing(self._cache.waves(self._layer, chosen, foreseen, *stages)) as waves:
             for wave in waves:
-                part = fused(hidden, experts, wave.there, weights, self._partial_dtype)
+                where = words_of(wave.slots[chosen]) if in_words else wave.there
+                part = fused(hidden, experts, where, weights, self._partial_dtype)
                 total = part if total is None else total + part
         return torch.zeros(hidden.shape, dtype=self._partial_dtype, device=hidden.device) if total is None else total
 

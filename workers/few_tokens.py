@@ -7,7 +7,9 @@ import importlib.util
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from transformers.integrations.moe import _default_apply_gate
 
@@ -24,7 +26,26 @@ DEQUANTISED_PASSES = 2.5
 # Beyond that nothing was measured.
 MOST_PAIRS, MOST_PAIRS_QUANTISED = 128, 1024
 
-Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+# The slots of up to 16 pairs as numbers with which a kernel is launched, 16 bits each: nothing has to come to the
+# device first. 0: none.
+Words = tuple[int, int, int, int]
+NO_WORDS: Words = (0, 0, 0, 0)
+PAIRS_IN_WORDS, SLOTS_IN_WORDS = 16, (1 << 16) - 1
+
+Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | Words, torch.Tensor, torch.dtype], torch.Tensor]
+
+
+def fit_words(num_pairs: int, num_slots: int) -> bool:
+    """Whether words can say where the experts of so many pairs lie among so many slots."""
+    return num_pairs <= PAIRS_IN_WORDS and num_slots <= SLOTS_IN_WORDS
+
+
+def words_of(slots: NDArray[np.int64]) -> Words:
+    """slots [n] of pairs that `fit_words`, -1 for none."""
+    numbers = np.zeros(PAIRS_IN_WORDS, "<u2")
+    numbers[: len(slots)] = slots + 1
+    first, second, third, fourth = numbers.view("<i8").tolist()
+    return first, second, third, fourth
 
 
 def fused_for(module: nn.Module, layout: BlobLayout, slots: torch.Tensor) -> Fused | None:

@@ -15,8 +15,10 @@ import triton.language as tl
 
 from placement.fit.precision import INT4_GROUP, Precision
 from workers.blob import BlobField, BlobLayout
+from workers.few_tokens import NO_WORDS, Words
 from workers.kernel_launch import Launcher, aligned
 
+WORDS = ["first", "second", "third", "fourth"]
 KINDS = {Precision.STORED: 0, Precision.INT8: 1, Precision.INT4: 2}
 
 
@@ -30,6 +32,7 @@ class FusedExperts:
         self._hidden, self._width = fields["down_proj"].shape
         self._sizes = (self._hidden, self._width, INT4_GROUP)
         self._blocks = triton.cdiv(self._width, UP_BLOCK[0]), triton.cdiv(self._hidden, DOWN_BLOCK[0])
+        self._middle = torch.empty((0, self._width), dtype=slots.dtype, device=slots.device)
         self._gate_up = Launcher(_gate_up, num_warps=WARPS)
         self._down_sum = Launcher(_down, num_warps=WARPS)
 
@@ -37,32 +40,36 @@ class FusedExperts:
         self,
         hidden: torch.Tensor,
         experts: torch.Tensor,
-        table: torch.Tensor,
+        where: torch.Tensor | Words,
         weights: torch.Tensor,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        """hidden [n, H], experts [n, K] (-1: none), table: the slot of each expert (-1: none; it may lie in pinned host
-        memory), weights [n, K] -> the weighted sums [n, H]."""
+        """hidden [n, H], experts [n, K] (-1: none), where: the slot of each expert (-1: none; the table may lie in
+        pinned host memory) or of each pair, weights [n, K] -> the weighted sums [n, H]."""
         tokens, top_k = experts.shape
         if hidden.stride(1) != 1:
             hidden = hidden.contiguous()
         experts, weights = experts.contiguous(), weights.contiguous()
-        middle = torch.empty((tokens * top_k, self._width), dtype=hidden.dtype, device=hidden.device)
+        if len(self._middle) < tokens * top_k or self._middle.dtype != hidden.dtype:
+            self._middle = torch.empty((tokens * top_k, self._width), dtype=hidden.dtype, device=hidden.device)
+        middle = self._middle
+        given = isinstance(where, tuple)
+        table, words = (experts, where) if isinstance(where, tuple) else (where, NO_WORDS)
         out = torch.empty((tokens, self._hidden), dtype=out_dtype, device=hidden.device)
         if tokens == 0:
             return out
         up_blocks, down_blocks = self._blocks
         key = None
         if aligned(hidden.data_ptr(), experts.data_ptr(), table.data_ptr(), weights.data_ptr()):
-            key = (hidden.dtype, hidden.stride(0), experts.dtype, table.dtype, top_k, weights.dtype, out_dtype)
+            key = (hidden.dtype, hidden.stride(0), experts.dtype, table.dtype, given, top_k, weights.dtype, out_dtype)
         self._gate_up(
             (tokens * top_k, up_blocks, 1), key,
-            hidden, hidden.stride(0), experts, table, *self._up, middle, top_k, *self._sizes, *UP_BLOCK,
+            hidden, hidden.stride(0), experts, table, *words, given, *self._up, middle, top_k, *self._sizes, *UP_BLOCK,
         )  # fmt: skip
         self._down_sum(
             (tokens, down_blocks, 1), key,
-            middle, experts, table, weights, *self._down, out, top_k, 1 << (top_k - 1).bit_length(), *self._sizes,
-            *DOWN_BLOCK,
+            middle, experts, table, *words, given, weights, *self._down, out, top_k, 1 << (top_k - 1).bit_length(),
+            *self._sizes, *DOWN_BLOCK,
         )  # fmt: skip
         return out
 
@@ -116,21 +123,27 @@ def _rows_times(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _slot_of(experts, table, pair):  # type: ignore[no-untyped-def]
-    """Where a pair's expert lies, -1 for nowhere."""
-    expert = tl.load(experts + pair)
-    return tl.load(table + expert, mask=expert >= 0, other=-1).to(tl.int64)
+def _slot_in(first, second, third, fourth, pair):  # type: ignore[no-untyped-def]
+    """Where a pair's expert lies, -1 for nowhere, as the words say."""
+    word = tl.where(pair < 4, first, tl.where(pair < 8, second, tl.where(pair < 12, third, fourth)))
+    return ((word >> (pair % 4 * 16)) & 0xFFFF) - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=WORDS)
 def _gate_up(  # type: ignore[no-untyped-def]
-    hidden, token_stride, experts, table, weights, slot_weights, scales, slot_scales, KIND: tl.constexpr, middle,
+    hidden, token_stride, experts, table,
+    first: tl.int64, second: tl.int64, third: tl.int64, fourth: tl.int64, GIVEN: tl.constexpr,
+    weights, slot_weights, scales, slot_scales, KIND: tl.constexpr, middle,
     TOP_K: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     OUT: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
     """middle[pair, rows] = silu(gate) * up."""
     pair = tl.program_id(0)
-    slot = _slot_of(experts, table, pair)
+    if GIVEN:
+        slot = _slot_in(first, second, third, fourth, pair)
+    else:
+        expert = tl.load(experts + pair)
+        slot = tl.load(table + expert, mask=expert >= 0, other=-1).to(tl.int64)
     if slot >= 0:
         kind = middle.dtype.element_ty
         row = tl.program_id(1) * OUT + tl.arange(0, OUT)
@@ -143,9 +156,11 @@ def _gate_up(  # type: ignore[no-untyped-def]
         tl.store(middle + pair * WIDTH + row, (active * up).to(kind), mask=row < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=WORDS)
 def _down(  # type: ignore[no-untyped-def]
-    middle, experts, table, shares, weights, slot_weights, scales, slot_scales, KIND: tl.constexpr, out,
+    middle, experts, table,
+    first: tl.int64, second: tl.int64, third: tl.int64, fourth: tl.int64, GIVEN: tl.constexpr,
+    shares, weights, slot_weights, scales, slot_scales, KIND: tl.constexpr, out,
     TOP_K: tl.constexpr, KS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     OUT: tl.constexpr, IN: tl.constexpr,
 ):  # fmt: skip
@@ -154,14 +169,15 @@ def _down(  # type: ignore[no-untyped-def]
     row = tl.program_id(1) * OUT + tl.arange(0, OUT)
     here = tl.minimum(row, HIDDEN - 1)
     kind = middle.dtype.element_ty
-    # All at once: the table may lie in host memory, which is far away.
-    ks = tl.arange(0, KS)
-    chosen = tl.load(experts + token * TOP_K + ks, mask=ks < TOP_K, other=-1)
-    slots = tl.load(table + chosen, mask=chosen >= 0, other=-1).to(tl.int64)
+    if not GIVEN:
+        # All at once: the table may lie in host memory, which is far away.
+        ks = tl.arange(0, KS)
+        chosen = tl.load(experts + token * TOP_K + ks, mask=ks < TOP_K, other=-1)
+        slots = tl.load(table + chosen, mask=chosen >= 0, other=-1).to(tl.int64)
     total = tl.zeros([OUT], tl.float32)
     for k in range(TOP_K):
         pair = token * TOP_K + k
-        slot = tl.sum(tl.where(ks == k, slots, 0), axis=0)
+        slot = _slot_in(first, second, third, fourth, pair) if GIVEN else tl.sum(tl.where(ks == k, slots, 0), axis=0)
         if slot >= 0:
             matrix, scale = weights + slot * slot_weights, scales + slot * slot_scales
             part = _rows_times(matrix, scale, here, middle + pair * WIDTH, WIDTH, KIND, GROUP, OUT, IN)

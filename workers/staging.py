@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from workers.cuda_runtime import bare_submit
 from workers.mapped import device_view
 
 CAPACITY = 8192
@@ -31,6 +32,7 @@ class Staging:
         self._seen = device_view(self._pinned, device) if pin else None
         self._there = torch.zeros(self._capacity, dtype=dtype, device=device)
         self._fetched = torch.zeros(self._capacity, dtype=dtype, pin_memory=pin)
+        self._submit = bare_submit(device) if pin else None
         self._views: dict[tuple[int, tuple[int, ...]], _Views] = {}
         self._places: dict[tuple[int, int], tuple[torch.Tensor, NDArray[Any]]] = {}
 
@@ -47,17 +49,21 @@ class Staging:
             meanwhile()
             return [each.reshape(-1).cpu().to(self._fetched.dtype).numpy() for each in ids]
         start, found = 0, list[NDArray[Any]]()
+        stream = torch.cuda.current_stream(self._device) if self._capacity else None
         for each in ids:
             if not each.is_cuda:
                 found.append(each.reshape(-1).to(self._fetched.dtype).numpy())
                 continue
             here, seen = self._place(start, each.numel())
-            here.copy_(each.reshape(-1), non_blocking=True)
+            if self._submit is None or stream is None or each.dtype != here.dtype or not each.is_contiguous():
+                here.copy_(each.reshape(-1), non_blocking=True)
+            else:
+                self._submit(here, each, stream.cuda_stream, each.nbytes)
             found.append(seen)
             start += each.numel()
         meanwhile()
-        if ids and self._capacity:
-            torch.cuda.current_stream(self._device).synchronize()
+        if ids and stream is not None:
+            stream.synchronize()
         return found
 
     def _place(self, start: int, size: int) -> tuple[torch.Tensor, NDArray[Any]]:

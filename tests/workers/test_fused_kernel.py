@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, OlmoeConfig
 from placement.fit.precision import Precision
 from tests.workers.test_model_seam import CONFIGS
 from workers.blob import BlobLayout, layout_of
-from workers.few_tokens import is_plain_gated, most_pairs
+from workers.few_tokens import fit_words, is_plain_gated, most_pairs, words_of
 from workers.seam import SlotExperts, experts_modules
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,6 +84,33 @@ def test_the_fused_kernels_give_the_same_again_however_their_arguments_lie_in_me
         for _ in range(3):
             found = fused(hidden, chosen, table, weights, torch.float32)
             assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("num_pairs", [1, 3, 4, 5, 15, 16])
+def test_slots_that_the_launch_carries_are_read_as_those_of_a_table(num_pairs: int) -> None:
+    pytest.importorskip("triton")
+    if DEVICE == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    from workers.fused_kernel import FusedExperts
+
+    layout, slots, hidden = _example(Precision.STORED, torch.float32)
+    fused = FusedExperts(layout, slots)
+    generator = torch.Generator().manual_seed(num_pairs)
+    for _ in range(3):
+        chosen = torch.randint(-1, SLOTS, (1, num_pairs), generator=generator)
+        table = torch.cat([torch.randperm(SLOTS, generator=generator), torch.tensor([-1])])
+        weights = torch.rand((1, num_pairs), generator=generator).to(DEVICE)
+        words = words_of(table[chosen[0]].numpy())
+        given = fused(hidden[:1], chosen.to(DEVICE), words, weights, torch.float32)
+        assert torch.equal(given, fused(hidden[:1], chosen.to(DEVICE), table.to(DEVICE), weights, torch.float32))
+
+
+def test_words_hold_the_highest_slot_of_as_many_pairs_as_fit() -> None:
+    slots = np.array([-1, 0, 1, 65534] * 4)
+    assert fit_words(len(slots), 65535) and not fit_words(17, 10) and not fit_words(1, 65536)
+    read = [(word >> 16 * place & 0xFFFF) - 1 for word in words_of(slots) for place in range(4)]
+    assert read == slots.tolist()
+    assert words_of(slots[:3])[1:] == (0, 0, 0)
 
 
 def test_the_reference_is_what_transformers_computes() -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from placement.fit.precision import Precision
 from tests.workers.test_model_seam import CONFIGS
 from workers.blob import layout_of
+from workers.few_tokens import NO_WORDS
 from workers.kernel_launch import Launcher, aligned
 from workers.seam import experts_modules
 
@@ -55,7 +56,7 @@ def test_arguments_with_one_key_are_the_same_to_triton(
         fused(
             _strided((tokens, HIDDEN), pick([(32, 1), (40, 1), (48, 1), (1, 1), (1, 16)]), pick([0, 1, 8]), dtype),
             _strided((tokens, top_k), (top_k, 1), pick([0, 1, 2]), pick([torch.int32, torch.int64])),
-            torch.zeros(40, dtype=torch.int64)[pick([0, 0, 1, 2]) :],
+            pick([torch.zeros(40, dtype=torch.int64)[pick([0, 0, 1, 2]) :], NO_WORDS, (1, 16, 1 << 40, -1)]),
             _strided((tokens, top_k), (top_k, 1), pick([0, 1]), pick([torch.float32, torch.float16, dtype])),
             pick([torch.float32, dtype]),
         )
