@@ -4,6 +4,7 @@ makes room next is found out."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,9 @@ from workers.ahead import Ahead
 from workers.learner import Learner
 from workers.slot_table import Found
 from workers.slots import Slots
+
+# To have the policy's thread begin takes the host as long as a launch.
+AT_ONCE = 3
 
 
 class Afterwards:
@@ -58,20 +62,34 @@ class Afterwards:
             self._learn(layer, found, foreseen)
             self.end(layer, found)
 
+    def go_on(self, in_use: Sequence[int] = ()) -> None:
+        """Copies have just been given, or kernels: what was put off is done beside them if the policy's thread idles.
+        in_use: slots that the last layer still holds."""
+        if self._policy.is_idle() and not self._is_for_the_caller():
+            self._go_on(in_use)
+
     def use_the_time(self) -> None:
-        """The host is about to wait for the device. Where the last layer missed something all is done, in the policy's
-        thread if nothing is to be sent for; else only what can't wait: nothing, as a rule, for at most as many layers
-        as there are."""
+        """The host is about to wait for the device: what was put off of a layer that missed something is done now, or
+        begun. What other layers leave to be learned comes a few at once."""
         if not self._put_off:
             return
-        _, found, foreseen = self._put_off[-1]
-        table = self._slots.table
-        if len(foreseen) or table.num_foreseen or (self._guesses and self._ahead.looks_ahead()):
+        if self._is_for_the_caller():
             self.catch_up()
-        elif found.missing or len(self._put_off) >= self._policy.num_layers:
-            runs = [(layer, found.needed) for layer, found, _ in self._put_off]
-            self._put_off.clear()
-            if found.missing:
-                table.learn_and_rank_ahead(runs, len(found.needed))
-            else:
-                self._policy.begin(runs)
+        elif self._put_off[-1][1].missing or len(self._put_off) >= self._policy.num_layers:
+            self._go_on()
+        elif len(self._put_off) >= AT_ONCE:
+            self.go_on()
+
+    def _is_for_the_caller(self) -> bool:
+        """Whether something may have to be sent for, which the policy's thread can't do."""
+        return (
+            any(len(foreseen) for _, _, foreseen in self._put_off)
+            or self._slots.table.num_foreseen > 0
+            or (self._guesses and self._ahead.looks_ahead())
+        )
+
+    def _go_on(self, in_use: Sequence[int] = ()) -> None:
+        runs = [(layer, found.needed) for layer, found, _ in self._put_off]
+        _, last, _ = self._put_off[-1]
+        self._put_off.clear()
+        self._slots.table.learn_beside(runs, len(last.needed) if last.missing else 0, in_use)

@@ -1,49 +1,75 @@
-"""A policy that learns beside its caller, in a thread of its own.
+"""A policy that learns beside its caller.
 
-What a lookup teaches takes longer than all else that the host does for a layer of one token, and nobody needs it before
-somebody has to make room. It is one compiled call, during which other threads run. Whoever asks the policy anything
-waits until it has learned what it was given before, so that it decides as it would without the thread.
+What a lookup teaches takes as long as all else that the host does for a layer of one token, and nobody needs it before
+somebody has to make room. So it is done by a thread that never holds Python's lock: one compiled loop that waits at a
+pipe for what to learn, and says at another that it has. Whoever asks the policy anything waits for it, so that it
+decides as it would without the thread.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+from numba import njit, types
 from numpy.typing import NDArray
 
+from placement.cache.memory import PolicyMemory
 from placement.cache.policy import Candidates, EvictionPolicy, Run
+from placement.cache.ranking import learn_and_rank
+
+Numbers = NDArray[np.int64]
+RUNS, SLOTS, ROOM, RANKED, LEARNED, HEADER = range(6)
+ONE = b"\0"
+
+_read = types.ExternalFunction("read", types.intp(types.intc, types.uintp, types.uintp))
+_write = types.ExternalFunction("write", types.intp(types.intc, types.uintp, types.uintp))
 
 
 class Learner:
-    """See `EvictionPolicy` for what is not said here."""
+    """See `EvictionPolicy` for what is not said here. One thread at a time may use it."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.num_layers = policy.num_layers
         self.num_experts = policy.num_experts
         self._policy = policy
-        self._thread: ThreadPoolExecutor | None = None
-        self._begun: Future[list[int]] | None = None
+        self._beside: _Beside | None = None
+        self._under_way = False
 
-    def begin(self, runs: Sequence[Run], then: Candidates | None = None) -> Future[list[int]]:
-        """Begin to learn runs, one after the other, and then to rank candidates; nobody may change their arrays."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
-        self._begun = self._thread.submit(self._policy.learn, runs, then)
-        return self._begun
+    def begin(self, runs: Sequence[Run], then: Candidates | None = None) -> None:
+        """Begin to learn runs, one after the other, and then to rank candidates."""
+        self.wait()
+        num_slots = 0 if then is None else len(then.free)
+        if self._beside is None or self._beside.most_slots < num_slots:
+            if self._beside is not None:
+                self._beside.close()
+            self._beside = _Beside(self._policy, num_slots)
+        self._beside.begin(runs, then)
+        self._under_way = True
+
+    def is_idle(self) -> bool:
+        """Whether `begin` would not wait."""
+        return not self._under_way or (self._beside is not None and self._beside.has_learned())
 
     def wait(self) -> None:
         """Return once all that was begun is learned."""
-        if self._begun is not None:
-            begun, self._begun = self._begun, None
-            begun.result()
+        if self._under_way and self._beside is not None:
+            self._beside.wait()
+        self._under_way = False
 
-    def observe(self, layer: int, experts: NDArray[np.int64]) -> None:
+    def ranked(self) -> list[int]:
+        """Whom the last `begin` was to rank."""
+        self.wait()
+        return [] if self._beside is None else self._beside.ranked()
+
+    def observe(self, layer: int, experts: Numbers) -> None:
         self.wait()
         self._policy.observe(layer, experts)
 
-    def values(self, layers: NDArray[np.int64], experts: NDArray[np.int64]) -> NDArray[np.float64]:
+    def values(self, layers: Numbers, experts: Numbers) -> NDArray[np.float64]:
         self.wait()
         return self._policy.values(layers, experts)
 
@@ -58,5 +84,102 @@ class Learner:
     def close(self) -> None:
         """End the thread, if there is one."""
         self.wait()
-        if self._thread is not None:
-            self._thread.shutdown()
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
+
+
+class _Beside:
+    """The thread, and what it is given: `mail` numbers as named above, then the arrays of `learn_and_rank`."""
+
+    def __init__(self, policy: EvictionPolicy, num_slots: int) -> None:
+        num_items = policy.num_layers * policy.num_experts
+        self.most_slots = most = max(num_items, num_slots)
+        self._mail = np.zeros(HEADER, np.int64)
+        self._layers, self._ends = np.zeros(policy.num_layers, np.int64), np.zeros(policy.num_layers, np.int64)
+        self._experts, self._ranked = np.zeros(num_items, np.int64), np.zeros(most, np.int64)
+        self._layer_in, self._expert_in = np.zeros(most, np.int64), np.zeros(most, np.int64)
+        self._free = np.zeros(most, bool)
+        asked, self._ask = os.pipe()
+        self._told, tell = os.pipe()
+        arrays = (self._layers, self._ends, self._experts, self._layer_in, self._expert_in, self._free, self._ranked)
+        self._thread = threading.Thread(
+            target=_serve, args=(policy.memory, self._mail, *arrays, asked, tell), name="learner", daemon=True
+        )
+        self._thread.start()
+        # The loop ends where nobody can ask any more.
+        self._end = weakref.finalize(self, _end, self._ask, self._thread, (asked, tell, self._told))
+
+    def begin(self, runs: Sequence[Run], then: Candidates | None) -> None:
+        end = 0
+        for number, (layer, experts) in enumerate(runs):
+            begin, end = end, end + len(experts)
+            self._experts[begin:end] = experts
+            self._layers[number], self._ends[number] = layer, end
+        num_slots = room = 0
+        if then is not None:
+            num_slots, room = len(then.free), then.room
+            self._layer_in[:num_slots] = then.layer_in
+            self._expert_in[:num_slots] = then.expert_in
+            self._free[:num_slots] = then.free
+        self._mail[:] = (len(runs), num_slots, room, 0, 0)
+        os.write(self._ask, ONE)
+
+    def has_learned(self) -> bool:
+        return bool(self._mail[LEARNED])
+
+    def wait(self) -> None:
+        os.read(self._told, 1)
+
+    def ranked(self) -> list[int]:
+        slots: list[int] = self._ranked[: self._mail[RANKED]].tolist()
+        return slots
+
+    def close(self) -> None:
+        self._end()
+
+
+def _end(ask: int, thread: threading.Thread, others: Sequence[int]) -> None:
+    os.close(ask)
+    thread.join()
+    for each in others:
+        os.close(each)
+
+
+@njit(cache=True, nogil=True)
+def _serve(
+    memory: PolicyMemory,
+    mail: Numbers,
+    layers: Numbers,
+    ends: Numbers,
+    experts: Numbers,
+    layer_in: Numbers,
+    expert_in: Numbers,
+    free: NDArray[np.bool_],
+    ranked: Numbers,
+    asked: int,
+    tell: int,
+) -> None:
+    """Until the other end of `asked` is closed. What goes through pipes puts memory in order, for both sides."""
+    byte = np.zeros(1, np.uint8)
+    while True:
+        got = _read(asked, byte.ctypes.data, 1)
+        if got == 0:
+            return
+        if got != 1:
+            continue  # A signal came.
+        runs, slots = mail[RUNS], mail[SLOTS]
+        mail[RANKED] = learn_and_rank(
+            memory,
+            layers[:runs],
+            ends[:runs],
+            experts,
+            layer_in[:slots],
+            expert_in[:slots],
+            free[:slots],
+            mail[ROOM],
+            ranked,
+        )
+        mail[LEARNED] = 1
+        while _write(tell, byte.ctypes.data, 1) != 1:
+            pass

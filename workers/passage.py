@@ -99,11 +99,18 @@ class Passage:
         row = table.slot_at[layer]
         there = stage(row)
         slots = self._slots.use(layer, experts, stirring=found.stirring or bool(found.missing))
-        self._before_computing(layer, found, foreseen)
+        if self._link.defers:
+            self._afterwards.put_off(layer, found, foreseen)
+            if found.missing:
+                self._afterwards.go_on(slots)
+        else:
+            # The computing holds up its caller: what is foreseen is sent for before it.
+            self._afterwards.learn(layer, found, foreseen)
         if experts:
             yield Wave(experts, row, there)
         table.leave(slots)
-        self._after_one_wave(layer, found, foreseen)
+        if not self._link.defers:
+            self._afterwards.end(layer, found)
 
     def _several(
         self, layer: int, found: Found, foreseen: NDArray[np.int64], stage: Stage, free_now: list[int]
@@ -122,7 +129,8 @@ class Passage:
         landing += self._send_all(layer, groups, landed[1:], stage)
         if first.experts:
             slots = self._slots.use(layer, first.experts, stirring=found.stirring)
-            self._before_computing(layer, found, foreseen)
+            if not self._link.defers:
+                self._afterwards.learn(layer, found, foreseen)
             yield first
             table.release(slots, self._link.fence())
         if self._link.defers or not first.experts:
@@ -146,17 +154,6 @@ class Passage:
     def _victims(self, count: int) -> list[int]:
         """Up to so many slots that may be overwritten, as the policy says that has learned of all layers so far."""
         return self._slots.table.victims(count, before_ranking=self._afterwards.catch_up)
-
-    def _before_computing(self, layer: int, found: Found, foreseen: NDArray[np.int64]) -> None:
-        """Where the computing holds up its caller, what is foreseen is sent for before it."""
-        if not self._link.defers:
-            self._afterwards.learn(layer, found, foreseen)
-
-    def _after_one_wave(self, layer: int, found: Found, foreseen: NDArray[np.int64]) -> None:
-        if self._link.defers:
-            self._afterwards.put_off(layer, found, foreseen)
-        else:
-            self._afterwards.end(layer, found)
 
     def _room_for(self, num_missing: int) -> int:
         if not self._streams(num_missing):

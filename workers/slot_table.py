@@ -7,7 +7,6 @@ A slot is *held* while a layer may compute with it, *foreseen* from a prefetch u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
@@ -57,8 +56,8 @@ class SlotTable:
         self._policy = policy
         self._ahead: dict[int, Arrival] = {}
         self._ranked: list[int] = []
-        # Whom a thread ranks just now, and what was used since it began.
-        self._ranking: Future[list[int]] | None = None
+        # Whether the policy's thread ranks, and what was used since it began.
+        self._ranking = False
         self._used_since: list[int] = []
         self._found: NDArray[np.int64] = np.zeros((3, experts + 1), np.int64)
 
@@ -76,7 +75,7 @@ class SlotTable:
         there: list[int] = found[HITS, :hits].tolist()
         if self._ranked:
             self._ranked = [slot for slot in self._ranked if not self.held[slot]]
-        elif self._ranking is not None:
+        elif self._ranking:
             self._used_since += self.slot_at[layer, there].tolist()
         return Found(found[NEEDED, :needed], there, found[MISSING, : needed - hits].tolist(), stirring > 0)
 
@@ -221,32 +220,42 @@ class SlotTable:
     def _still_ranked(self, sparing: Sequence[int]) -> list[int]:
         """Of those that were ranked, who may be overwritten."""
         self._forget_landed()
-        if self._ranking is not None:
-            self._ranked = [slot for slot in self._ranking.result() if slot not in self._used_since]
-            self._ranking = None
+        self._collect()
         held, ahead = self.held, self._ahead
         return [slot for slot in self._ranked if not held[slot] and slot not in ahead and slot not in sparing]
 
     def rank_ahead(self, count: int) -> None:
         """Find out now who makes room for so many next time."""
         self._forget_landed()
-        self._ranking = None
+        self._ranking = False
         self._ranked = self._policy.rank(Candidates(self._layer_in, self._expert_in, self._open(), count))
 
-    def learn_and_rank_ahead(self, runs: Sequence[Run], count: int) -> None:
-        """The same once these runs are learned, all of it in the policy's thread."""
+    def learn_beside(self, runs: Sequence[Run], room: int, in_use: Sequence[int]) -> None:
+        """Have the policy's thread learn these runs, and then find out who makes room for so many next time, if for
+        any. in_use: slots of the last run, which will be free by then."""
+        if room == 0:
+            self._collect()
+            self._policy.begin(runs)
+            return
         self._forget_landed()
-        now = Candidates(self._layer_in.copy(), self._expert_in.copy(), self._open(), count)
-        self._ranking = self._policy.begin(runs, now)
+        self._policy.begin(runs, Candidates(self._layer_in, self._expert_in, self._open(in_use), room))
+        self._ranking = True
         self._ranked, self._used_since = [], []
+
+    def _collect(self) -> None:
+        """What the policy's thread has found out."""
+        if self._ranking:
+            self._ranking = False
+            self._ranked = [slot for slot in self._policy.ranked() if slot not in self._used_since]
 
     def _forget_landed(self) -> None:
         if self._ahead:
             self._ahead = {slot: arrival for slot, arrival in self._ahead.items() if not arrival.done()}
 
-    def _open(self) -> NDArray[np.bool_]:
-        """Which slots [S] may be overwritten."""
+    def _open(self, in_use: Sequence[int] = ()) -> NDArray[np.bool_]:
+        """Which slots [S] may be overwritten, those in use among them."""
         free = ~self.held
+        free[list(in_use)] = True
         # Prefetches are still writing there.
         free[list(self._ahead)] = False
         if self._ahead and not free.any():

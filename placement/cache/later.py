@@ -29,7 +29,7 @@ from placement.cache.reuse import (
     far_chances,
     scale_for,
 )
-from placement.cache.vectors import to_chances
+from placement.cache.vectors import add_rows, learn_row, to_chances
 
 LATER_RATE, LATER_SHIFT = np.float32(0.03), np.float32(0.1)
 LATER_BIAS_RATE, LATER_BIAS_SHIFT = np.float32(0.05), np.float32(1.0)
@@ -83,10 +83,7 @@ def later_logits(state: ReuseState, clock: int, layer: int, features: NDArray[An
     for back in range(min(clock + 1, state.later_context.shape[1])):
         row = (clock - back) % len(state.ring)
         scale = scale_for(state.ring_size[row])
-        for index in range(state.ring_size[row]):
-            context = state.later_context[layer, back, state.ring[row, index]]
-            for expert in range(len(logits)):
-                logits[expert] += scale * context[expert]
+        add_rows(state.later_context[layer, back], state.ring[row, : state.ring_size[row]], scale, logits)
 
 
 @njit(cache=True, error_model="numpy")
@@ -122,12 +119,9 @@ def learn_later(state: ReuseState, clock: int, layer: int) -> None:
         row = (before - back) % len(state.ring)
         scale = scale_for(state.ring_size[row])
         for index in range(state.ring_size[row]):
-            context = state.later_context[layer, back, state.ring[row, index]]
-            context_squares = state.later_squares[layer, back, state.ring[row, index]]
-            for expert in range(len(error)):
-                step = scale * error[expert]
-                context_squares[expert] += step * step
-                context[expert] -= LATER_RATE * step / np.sqrt(context_squares[expert] + LATER_SHIFT)
+            chosen = state.ring[row, index]
+            weights, squares = state.later_context[layer, back, chosen], state.later_squares[layer, back, chosen]
+            learn_row(weights, squares, scale, error, LATER_RATE, LATER_SHIFT)
 
 
 @njit(cache=True)

@@ -24,7 +24,7 @@ from placement.cache.reuse import (
     logits_at,
     scale_for,
 )
-from placement.cache.vectors import to_chances
+from placement.cache.vectors import learn_row, to_chances
 
 CONTEXT_RATE, CONTEXT_SHIFT = np.float32(0.1), np.float32(0.1)
 BIAS_RATE, BIAS_SHIFT = np.float32(0.05), np.float32(1.0)
@@ -80,12 +80,9 @@ def _learn_near(state: ReuseState, clock: int, layer: int, outcome: NDArray[Any]
         row = (cutoff - back) % len(state.ring)
         scale = weight * scale_for(state.ring_size[row])
         for index in range(state.ring_size[row]):
-            context = state.context[layer, distance + back - 1, state.ring[row, index]]
-            squares = state.context_squares[layer, distance + back - 1, state.ring[row, index]]
-            for expert in range(len(error)):
-                slope = scale * error[expert]
-                squares[expert] += slope * slope
-                context[expert] -= CONTEXT_RATE * slope / np.sqrt(squares[expert] + CONTEXT_SHIFT)
+            before, chosen = distance + back - 1, state.ring[row, index]
+            weights, squares = state.context[layer, before, chosen], state.context_squares[layer, before, chosen]
+            learn_row(weights, squares, scale, error, CONTEXT_RATE, CONTEXT_SHIFT)
         weight *= LOOK_BACK_DECAY
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from placement.cache.matching import Matching, add_guess, guess_next
 from placement.cache.values import layers_until
-from placement.cache.vectors import logs_of, to_chances
+from placement.cache.vectors import add_rows, logs_of, to_chances
 
 DECAYS = np.array([0.0, 0.5, 0.8, 0.93, 0.98, 0.997], np.float32)
 FREQUENCY_FLOOR = np.float32(0.003)
@@ -131,10 +131,8 @@ def add_context(state: ReuseState, clock: int, layer: int, distance: int, logits
     for back in range(min(LOOK_BACK, clock + 1, state.context.shape[1] - distance + 1)):
         row = (clock - back) % len(state.ring)
         scale = weight * scale_for(state.ring_size[row])
-        for index in range(state.ring_size[row]):
-            context = state.context[layer, distance + back - 1, state.ring[row, index]]
-            for expert in range(len(logits)):
-                logits[expert] += scale * context[expert]
+        chosen = state.ring[row, : state.ring_size[row]]
+        add_rows(state.context[layer, distance + back - 1], chosen, scale, logits)
         weight *= LOOK_BACK_DECAY
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
-import pytest
 
 from placement.cache.policy import Candidates, EvictionPolicy, PolicyName
 from workers.learner import Learner
@@ -30,21 +34,19 @@ def _candidates() -> Candidates:
 def test_whoever_asks_waits_until_what_was_begun_is_learned() -> None:
     plain, policy = _policy(), _policy()
     learner = Learner(policy)
-    for layer, experts in _runs(400):
-        plain.observe(layer, experts)
     layers, experts_in, _, _ = _candidates()
     for ask in (
         lambda each: each.values(layers, experts_in).tolist(),
         lambda each: each.chances(1).tolist(),
         lambda each: each.observe(0, np.arange(2)),
     ):
-        begun = learner.begin(_runs(400), _candidates())
-        expected = plain.rank(*_candidates())
+        for _ in range(100):
+            learner.begin(_runs(LAYERS), _candidates())
+            expected = plain.learn(_runs(LAYERS), _candidates())
         assert ask(learner) == ask(plain)
-        assert begun.result() == expected
-        for layer, experts in _runs(400):
-            plain.observe(layer, experts)
-    learner.begin(_runs(400))
+        assert learner.ranked() == expected
+    learner.begin(_runs(LAYERS))
+    plain.learn(_runs(LAYERS))
     assert learner.rank(_candidates()) == plain.rank(*_candidates())
     learner.close()
 
@@ -52,7 +54,7 @@ def test_whoever_asks_waits_until_what_was_begun_is_learned() -> None:
 def test_what_is_begun_is_learned_in_its_order() -> None:
     plain, policy = _policy(), _policy()
     learner = Learner(policy)
-    for count in (50, 3, 20):
+    for count in (3, 1, 2):
         learner.begin(_runs(count))
         plain.learn(_runs(count))
     learner.wait()
@@ -60,12 +62,57 @@ def test_what_is_begun_is_learned_in_its_order() -> None:
     learner.close()
 
 
-def test_what_fails_in_the_thread_is_raised_where_it_is_waited_for() -> None:
+def test_it_idles_once_it_has_learned() -> None:
     learner = Learner(_policy())
-    learner.begin([(0, None)])  # type: ignore[list-item]
-    with pytest.raises(TypeError):
-        learner.wait()
+    assert learner.is_idle()
+    learner.begin(_runs(2))
+    until = time.monotonic() + 60
+    while not learner.is_idle():
+        assert time.monotonic() < until
+    learner.close()
+    assert learner.is_idle() and learner.ranked() == []
+
+
+def test_more_slots_than_before_are_ranked_too() -> None:
+    plain, policy = _policy(), _policy()
+    learner = Learner(policy)
+    learner.begin(_runs(2), _candidates())
+    plain.learn(_runs(2))
+    num_slots = 5 * LAYERS * EXPERTS
+    layers, experts = np.divmod(np.arange(num_slots) % (LAYERS * EXPERTS), EXPERTS)
+    many = Candidates(layers, experts, np.ones(num_slots, bool), num_slots)
+    learner.begin(_runs(3), many)
+    assert learner.ranked() == plain.learn(_runs(3), many)
+    learner.close()
+
+
+def test_the_thread_ends_with_a_learner_that_nobody_closed() -> None:
+    before, files = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    learner = Learner(_policy())
+    learner.begin(_runs(3))
     learner.wait()
+    del learner
+    gc.collect()
+    assert threading.active_count() == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+
+
+def test_a_signal_does_not_end_the_thread() -> None:
+    learner = Learner(_policy())
+    learner.begin(_runs(1))
+    learner.wait()
+    thread = next(thread for thread in threading.enumerate() if thread.name == "learner")
+    assert thread.ident is not None
+    seen: list[int] = []
+    old = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        for _ in range(20):
+            signal.pthread_kill(thread.ident, signal.SIGUSR1)
+            learner.begin(_runs(2))
+            learner.wait()
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    assert seen
     learner.close()
 
 
