@@ -9,6 +9,7 @@ decides as it would without the thread.
 from __future__ import annotations
 
 import os
+import select
 import threading
 import weakref
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from placement.cache.ranking import learn_and_rank
 Numbers = NDArray[np.int64]
 RUNS, SLOTS, ROOM, RANKED, LEARNED, HEADER = range(6)
 ONE = b"\0"
+INTERRUPTED_MS = 1000
 
 _read = types.ExternalFunction("read", types.intp(types.intc, types.uintp, types.uintp))
 _write = types.ExternalFunction("write", types.intp(types.intc, types.uintp, types.uintp))
@@ -102,6 +104,9 @@ class _Beside:
         self._free = np.zeros(most, bool)
         asked, self._ask = os.pipe()
         self._told, tell = os.pipe()
+        os.set_blocking(self._told, False)
+        self._waiting = select.poll()
+        self._waiting.register(self._told, select.POLLIN)
         arrays = (self._layers, self._ends, self._experts, self._layer_in, self._expert_in, self._free, self._ranked)
         self._thread = threading.Thread(
             target=_serve, args=(policy.memory, self._mail, *arrays, asked, tell), name="learner", daemon=True
@@ -129,7 +134,13 @@ class _Beside:
         return bool(self._mail[LEARNED])
 
     def wait(self) -> None:
-        os.read(self._told, 1)
+        while True:
+            try:
+                os.read(self._told, 1)
+                return
+            except BlockingIOError:
+                if not self._waiting.poll(INTERRUPTED_MS) and self.has_learned():
+                    return  # An interrupt came right after somebody had read it.
 
     def ranked(self) -> list[int]:
         slots: list[int] = self._ranked[: self._mail[RANKED]].tolist()

@@ -37,22 +37,37 @@ class HostRows:
         return range(start, start + self.num_pinned * self.rows.shape[1])
 
 
+class Mapping(mmap.mmap):
+    """Memory that is pinned no longer once nobody looks into it: CUDA would refuse to pin what comes to lie there."""
+
+    pinned: list[int]
+
+    def __del__(self) -> None:
+        for address in getattr(self, "pinned", []):
+            # CUDA may be gone by now.
+            with contextlib.suppress(Exception):
+                if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:  # type: ignore[no-untyped-call]
+                    clear_error()
+
+
 def host_memory(rows: int, row_bytes: int, *, pin: bool) -> HostRows:
     """[rows, row_bytes] uint8, zeroed; pinned where asked and possible. A refusal by CUDA is a warning."""
     if rows == 0:
         return HostRows(torch.empty((0, row_bytes), dtype=torch.uint8), 0)
-    return prepare(torch.frombuffer(mmap.mmap(-1, rows * row_bytes), dtype=torch.uint8), row_bytes, pin=pin)
+    return prepare(Mapping(-1, rows * row_bytes), rows, row_bytes, pin=pin)
 
 
-def prepare(flat: torch.Tensor, row_bytes: int, *, pin: bool, touch: bool = True) -> HostRows:
-    """Memory as rows [n, row_bytes], zeroed if it is to be touched; pinned as in `host_memory`."""
+def prepare(mapping: Mapping, rows: int, row_bytes: int, *, pin: bool, touch: bool = True) -> HostRows:
+    """The beginning of a mapping as rows [n, row_bytes], zeroed if it is to be touched; pinned as in `host_memory`."""
+    size = rows * row_bytes
+    flat = torch.frombuffer(mapping, dtype=torch.uint8)[:size] if size else torch.empty(0, dtype=torch.uint8)
     parts = torch.split(flat, chunk_rows(row_bytes) * row_bytes)
     if touch:
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
             # A page belongs to the NUMA node of the thread that touches it first; zeroing lets go of the GIL.
             list(threads.map(torch.Tensor.zero_, parts))
-    num_pinned = _register(parts) // row_bytes if pin else 0
-    return HostRows(flat.view(len(flat) // row_bytes, row_bytes), num_pinned)
+    num_pinned = _register(mapping, parts) // row_bytes if pin and rows else 0
+    return HostRows(flat.view(rows, row_bytes), num_pinned)
 
 
 def chunk_rows(row_bytes: int) -> int:
@@ -66,13 +81,14 @@ def chunk_rows(row_bytes: int) -> int:
 
 def clear_error() -> None:
     """CUDA keeps the error of a refused call, and the next call of torch's that looks would raise it."""
-    with contextlib.suppress(RuntimeError):
-        torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with contextlib.suppress(RuntimeError, AssertionError):
+        torch.empty(1, device="cuda").fill_(0)
 
 
-def _register(parts: tuple[torch.Tensor, ...]) -> int:
+def _register(mapping: Mapping, parts: tuple[torch.Tensor, ...]) -> int:
     """The bytes that CUDA pinned, from the first part on."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    mapping.pinned = []
     done = 0
     for part in parts:
         error = runtime.cudaHostRegister(part.data_ptr(), part.numel(), 0)
@@ -89,5 +105,6 @@ def _register(parts: tuple[torch.Tensor, ...]) -> int:
             )
             clear_error()
             break
+        mapping.pinned.append(part.data_ptr())
         done += part.numel()
     return done

@@ -27,7 +27,7 @@ from placement.core import ExpertId
 from workers.host_slab import HostSlab, checksum
 from workers.machine import machine_id
 from workers.offers import NOTHING, Offer
-from workers.pinning import prepare
+from workers.pinning import Mapping, prepare
 
 logger = logging.getLogger(__name__)
 # Rows that are lent are missed where they lie: at most one in so many, so that migrations still find room.
@@ -209,10 +209,8 @@ class _Rows:
     """The rows of one file, mapped here: blobs [rows, blob_bytes], and the process that has borrowed each, or 0."""
 
     def __init__(self, file: int, rows: int, blob_bytes: int, *, pin: bool, touch: bool = True) -> None:
-        mapping = mmap.mmap(file, _file_bytes(rows, blob_bytes))
-        size = rows * blob_bytes
-        flat = torch.frombuffer(mapping, dtype=torch.uint8)[:size] if size else torch.empty(0, dtype=torch.uint8)
-        self.memory = prepare(flat, blob_bytes, pin=pin, touch=touch)
+        mapping = Mapping(file, _file_bytes(rows, blob_bytes))
+        self.memory = prepare(mapping, rows, blob_bytes, pin=pin, touch=touch)
         self.blobs = self.memory.rows
         self.borrowers = np.frombuffer(mapping, np.int64, rows, _file_bytes(rows, blob_bytes) - _table_bytes(rows))
 

@@ -90,7 +90,6 @@ def main() -> None:
 def measure(path: Path, end: float, rows: list[dict[str, Any]]) -> None:
     """Both stages, into rows. end: see `stage_trace`."""
     trace = load_trace(path)
-    # All of the first stage stays until the end: memory whose pinned pages were let go of can't be pinned again.
     one = shape_bench(trace)
     one.rows = rows
     rival = Rival(freetoken_cache(one, banks_of(one), slots_of_shape(one)))

@@ -36,8 +36,6 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostRows]:
         row.copy_(torch.randint(256, (size,), dtype=torch.uint8))
     yield found
     torch.cuda.synchronize()
-    for row in found.rows[:PINNED]:
-        runtime.cudaHostUnregister(row.data_ptr())
 
 
 def _pairs(memory: HostRows) -> list[Pair]:

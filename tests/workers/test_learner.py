@@ -96,6 +96,16 @@ def test_the_thread_ends_with_a_learner_that_nobody_closed() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == files
 
 
+def test_who_was_interrupted_while_it_waited_waits_again_without_hanging() -> None:
+    learner = Learner(_policy())
+    learner.begin(_runs(2))
+    learner.wait()
+    learner._under_way = True  # As if an interrupt came before it was noted.
+    learner.begin(_runs(2), _candidates())
+    assert len(learner.ranked()) == 3
+    learner.close()
+
+
 def test_a_signal_does_not_end_the_thread() -> None:
     learner = Learner(_policy())
     learner.begin(_runs(1))
