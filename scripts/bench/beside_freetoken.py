@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from placement.trace import load_trace
+from placement.trace import RoutingTrace, load_trace
 from scripts.bench.freetoken_shape import shape_bench, slots_of_shape, stage_shape
 from scripts.bench.freetoken_sides import Rival, banks_of, freetoken_cache, why_not
 from scripts.bench.freetoken_trace import stage_trace
@@ -90,16 +90,19 @@ def main() -> None:
 def measure(path: Path, end: float, rows: list[dict[str, Any]]) -> None:
     """Both stages, into rows. end: see `stage_trace`."""
     trace = load_trace(path)
-    one = shape_bench(trace)
-    one.rows = rows
-    rival = Rival(freetoken_cache(one, banks_of(one), slots_of_shape(one)))
-    stage_shape(one, rival)
+    _measure_shape(trace, rows)
     print(table([row for row in rows if row["what"] == "its shape"], SHAPE), flush=True)
-    two = Bench(trace)
-    two.rows = rows
-    stage_trace(two, banks_of(two), end)
+    bench = Bench(trace)
+    bench.rows = rows
+    stage_trace(bench, banks_of(bench), end)
     print(table([row for row in rows if row["what"] in ("moetis", "freetoken")], TRACE), flush=True)
-    del one, rival
+
+
+def _measure_shape(trace: RoutingTrace, rows: list[dict[str, Any]]) -> None:
+    """What it needs is let go of with it."""
+    bench = shape_bench(trace)
+    bench.rows = rows
+    stage_shape(bench, Rival(freetoken_cache(bench, banks_of(bench), slots_of_shape(bench))))
 
 
 if __name__ == "__main__":
