@@ -104,6 +104,9 @@ class ExpertCompute:
             for dtype in (torch.int64, torch.int32):
                 weights = torch.ones_like(first, dtype=torch.float32)
                 self._fused(hidden, first.to(dtype), first[0], weights, self._partial_dtype)
+                if fit_words(first.numel(), self._cache.num_slots):
+                    words = words_of(np.zeros(first.numel(), np.int64))
+                    self._fused(hidden, first.to(dtype), words, weights, self._partial_dtype)
         self._banks[0].forward(hidden, first[:, 0], [0], [len(hidden)])
 
     def _without_lookup(

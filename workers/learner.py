@@ -1,9 +1,9 @@
 """A policy that learns beside its caller.
 
 What a lookup teaches takes as long as all else that the host does for a layer of one token, and nobody needs it before
-somebody has to make room. So it is done by a thread that never holds Python's lock: one compiled loop that waits at a
-pipe for what to learn, and says at another that it has. Whoever asks the policy anything waits for it, so that it
-decides as it would without the thread.
+somebody has to make room. So it is done by a thread that never holds Python's lock: one compiled loop
+(`placement.cache.beside`) that waits at a pipe for what to learn, and says at another that it has. Whoever asks the
+policy anything waits for it, so that it decides as it would without the thread.
 """
 
 from __future__ import annotations
@@ -15,20 +15,13 @@ import weakref
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit, types
 from numpy.typing import NDArray
 
-from placement.cache.memory import PolicyMemory
+from placement.cache.beside import END, GO_ON, HEADER, LEARNED, RANKED, serve
 from placement.cache.policy import Candidates, EvictionPolicy, Run
-from placement.cache.ranking import learn_and_rank
 
 Numbers = NDArray[np.int64]
-RUNS, SLOTS, ROOM, RANKED, LEARNED, HEADER = range(6)
-ONE = b"\0"
 INTERRUPTED_MS = 1000
-
-_read = types.ExternalFunction("read", types.intp(types.intc, types.uintp, types.uintp))
-_write = types.ExternalFunction("write", types.intp(types.intc, types.uintp, types.uintp))
 
 
 class Learner:
@@ -45,12 +38,14 @@ class Learner:
         """Begin to learn runs, one after the other, and then to rank candidates."""
         self.wait()
         num_slots = 0 if then is None else len(then.free)
-        if self._beside is None or self._beside.most_slots < num_slots:
-            if self._beside is not None:
-                self._beside.close()
+        if self._beside is not None and self._beside.most_slots < num_slots:
+            self.close()
+        if self._beside is None:
             self._beside = _Beside(self._policy, num_slots)
-        self._beside.begin(runs, then)
+        self._beside.give(runs, then)
+        # Before it goes on: an interrupt may come right after.
         self._under_way = True
+        self._beside.go_on()
 
     def is_idle(self) -> bool:
         """Whether `begin` would not wait."""
@@ -92,7 +87,7 @@ class Learner:
 
 
 class _Beside:
-    """The thread, and what it is given: `mail` numbers as named above, then the arrays of `learn_and_rank`."""
+    """The thread, and what it is given: see `serve`."""
 
     def __init__(self, policy: EvictionPolicy, num_slots: int) -> None:
         num_items = policy.num_layers * policy.num_experts
@@ -109,13 +104,12 @@ class _Beside:
         self._waiting.register(self._told, select.POLLIN)
         arrays = (self._layers, self._ends, self._experts, self._layer_in, self._expert_in, self._free, self._ranked)
         self._thread = threading.Thread(
-            target=_serve, args=(policy.memory, self._mail, *arrays, asked, tell), name="learner", daemon=True
+            target=serve, args=(policy.memory, self._mail, *arrays, asked, tell), name="learner", daemon=True
         )
         self._thread.start()
-        # The loop ends where nobody can ask any more.
         self._end = weakref.finalize(self, _end, self._ask, self._thread, (asked, tell, self._told))
 
-    def begin(self, runs: Sequence[Run], then: Candidates | None) -> None:
+    def give(self, runs: Sequence[Run], then: Candidates | None) -> None:
         end = 0
         for number, (layer, experts) in enumerate(runs):
             begin, end = end, end + len(experts)
@@ -128,7 +122,9 @@ class _Beside:
             self._expert_in[:num_slots] = then.expert_in
             self._free[:num_slots] = then.free
         self._mail[:] = (len(runs), num_slots, room, 0, 0)
-        os.write(self._ask, ONE)
+
+    def go_on(self) -> None:
+        os.write(self._ask, GO_ON)
 
     def has_learned(self) -> bool:
         return bool(self._mail[LEARNED])
@@ -139,8 +135,12 @@ class _Beside:
                 os.read(self._told, 1)
                 return
             except BlockingIOError:
-                if not self._waiting.poll(INTERRUPTED_MS) and self.has_learned():
+                if self._waiting.poll(INTERRUPTED_MS):
+                    continue
+                if self.has_learned():
                     return  # An interrupt came right after somebody had read it.
+                if not self._thread.is_alive():
+                    raise RuntimeError("the thread in which the cache's policy learns has ended") from None
 
     def ranked(self) -> list[int]:
         slots: list[int] = self._ranked[: self._mail[RANKED]].tolist()
@@ -151,46 +151,10 @@ class _Beside:
 
 
 def _end(ask: int, thread: threading.Thread, others: Sequence[int]) -> None:
+    if thread.is_alive():
+        # To close it does not do where a forked process has it open too, and there the thread does not live.
+        os.write(ask, END)
     os.close(ask)
     thread.join()
     for each in others:
         os.close(each)
-
-
-@njit(cache=True, nogil=True)
-def _serve(
-    memory: PolicyMemory,
-    mail: Numbers,
-    layers: Numbers,
-    ends: Numbers,
-    experts: Numbers,
-    layer_in: Numbers,
-    expert_in: Numbers,
-    free: NDArray[np.bool_],
-    ranked: Numbers,
-    asked: int,
-    tell: int,
-) -> None:
-    """Until the other end of `asked` is closed. What goes through pipes puts memory in order, for both sides."""
-    byte = np.zeros(1, np.uint8)
-    while True:
-        got = _read(asked, byte.ctypes.data, 1)
-        if got == 0:
-            return
-        if got != 1:
-            continue  # A signal came.
-        runs, slots = mail[RUNS], mail[SLOTS]
-        mail[RANKED] = learn_and_rank(
-            memory,
-            layers[:runs],
-            ends[:runs],
-            experts,
-            layer_in[:slots],
-            expert_in[:slots],
-            free[:slots],
-            mail[ROOM],
-            ranked,
-        )
-        mail[LEARNED] = 1
-        while _write(tell, byte.ctypes.data, 1) != 1:
-            pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.cache.beside import HEADER, serve
 from placement.cache.finding import by_count, find
 from placement.cache.memory import CLOCK, PolicyMemory, new_memory
 from placement.cache.ranking import chances_of, learn_and_rank, observe, rank_slots, values_of
@@ -118,6 +120,10 @@ def compile_policies() -> None:
     one = np.zeros(1, np.int64)
     policy.observe(0, one)
     policy.learn([(0, one)])
+    asked, ask = os.pipe()
+    os.close(ask)
+    serve(policy.memory, np.zeros(HEADER, np.int64), one, one, one, one, one, np.ones(1, bool), one, asked, asked)
+    os.close(asked)
     policy.values(one, one)
     policy.rank(one, one, np.ones(1, bool), 1)
     policy.chances(0)

@@ -33,3 +33,9 @@ def test_code_compiled_from_the_files_as_they_are_is_kept(tmp_path: Path) -> Non
     (tmp_path / "plain.py").write_text("x = 2\n")
     assert not drop_stale_kernels(tmp_path)
     assert cached.exists()
+
+
+def test_all_that_is_compiled_lies_where_it_is_dropped() -> None:
+    root = Path(__file__).parents[2]
+    sources = [source for package in ("workers", "cluster") for source in (root / package).rglob("*.py")]
+    assert [source for source in sources if "njit" in source.read_text()] == []

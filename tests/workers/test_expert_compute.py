@@ -10,6 +10,7 @@ from placement.cache.policy import EvictionPolicy, PolicyName
 from placement.fit.precision import Precision
 from tests.workers.layers import fill_at_random
 from tests.workers.test_model_seam import CONFIGS
+from workers import expert_compute
 from workers.banks import BANK_SLOTS
 from workers.blob import layout_of, round_trip
 from workers.expert_compute import ExpertCompute
@@ -55,3 +56,38 @@ def test_a_layer_from_slots_gives_what_the_module_gives(name: str, num_slots: in
         without = module(hidden, chosen, torch.where(chosen == 0, 0.0, weights))
         assert torch.allclose(compute(hidden, elsewhere, weights).float(), without, rtol=1e-4, atol=1e-5)
         assert compute.pairs == 14 + int((elsewhere >= 0).sum())
+
+
+def test_the_fused_kernels_that_serve_were_touched_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: set[tuple[type, torch.dtype]] = set()
+
+    def fused(
+        hidden: torch.Tensor, experts: torch.Tensor, where: object, weights: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        used.add((type(where), experts.dtype))
+        return torch.zeros(hidden.shape, dtype=dtype)
+
+    monkeypatch.setattr(expert_compute, "fused_for", lambda *arguments: fused)
+    model = AutoModelForCausalLM.from_config(CONFIGS["olmoe"], dtype=torch.float32).eval().requires_grad_(False)
+    modules = experts_modules(model)
+    layout = layout_of(modules[0], EXPERTS)
+    slab = HostSlab(capacity=EXPERTS, blob_bytes=layout.num_bytes)
+    fill_at_random(slab, layout, modules[:1], EXPERTS)
+    cache = SlotCache(
+        slab=slab,
+        policy=EvictionPolicy(PolicyName.REUSE, num_layers=1, num_experts=EXPERTS, top_k=2, share=0.5),
+        link=DirectLink(),
+        num_slots=EXPERTS,
+        blob_bytes=layout.num_bytes,
+        device=torch.device("cpu"),
+    )
+    compute = ExpertCompute(
+        layer=0, module=modules[0], layout=layout, cache=cache, partial_dtype=torch.float32, few_pairs=32
+    )
+    compute.touch(torch.zeros(1, 32), 2)
+    touched = set(used)
+    used.clear()
+    for tokens in (1, 8, 9):
+        compute(torch.randn(tokens, 32), torch.rand(tokens, EXPERTS).topk(2).indices, torch.rand(tokens, 2))
+    assert {kind for kind, _ in used} == {tuple, torch.Tensor}
+    assert used <= touched

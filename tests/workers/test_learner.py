@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from placement.cache.policy import Candidates, EvictionPolicy, PolicyName
+from workers import learner as learner_module
 from workers.learner import Learner
 
 LAYERS, EXPERTS, SLOTS = 3, 8, 10
@@ -104,6 +109,67 @@ def test_who_was_interrupted_while_it_waited_waits_again_without_hanging() -> No
     learner.begin(_runs(2), _candidates())
     assert len(learner.ranked()) == 3
     learner.close()
+
+
+def test_what_began_before_an_interrupt_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner(_policy())
+    learner.begin(_runs(2))
+    learner.wait()
+    write = os.write
+
+    def interrupted(file: int, message: bytes) -> int:
+        write(file, message)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "write", interrupted)
+        learner.begin(_runs(3))
+    learner.wait()
+    assert learner._beside is not None and learner._beside.has_learned()
+    with pytest.raises(BlockingIOError):
+        os.read(learner._beside._told, 1)
+    learner.close()
+
+
+def test_who_waits_for_a_thread_that_has_ended_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_module, "serve", lambda *arguments: None)
+    learner = Learner(_policy())
+    learner.begin(_runs(2))
+    with pytest.raises(RuntimeError, match="has ended"):
+        learner.wait()
+
+
+def test_the_thread_ends_though_a_forked_process_has_its_pipes_open() -> None:
+    learner = Learner(_policy())
+    learner.begin(_runs(2))
+    child = os.fork()
+    if child == 0:
+        time.sleep(20)
+        os._exit(0)
+    begun = time.monotonic()
+    learner.close()
+    assert time.monotonic() - begun < 10
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_a_process_ends_by_itself_while_its_thread_waits_or_learns_and_a_fork_does_not_end_it() -> None:
+    script = """
+import os
+from tests.workers.test_learner import _candidates, _policy, _runs
+from workers.learner import Learner
+
+learner = Learner(_policy())
+learner.begin(_runs(3), _candidates())
+learner.wait()
+if os.fork() == 0:
+    raise SystemExit
+os.wait()
+learner.begin(_runs(3), _candidates())
+assert len(learner.ranked()) == 3
+learner.begin(_runs(3), _candidates())
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_a_signal_does_not_end_the_thread() -> None:
