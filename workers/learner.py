@@ -135,9 +135,10 @@ class _Beside:
                 os.read(self._told, 1)
                 return
             except BlockingIOError:
+                had_learned = self.has_learned()
                 if self._waiting.poll(INTERRUPTED_MS):
                     continue
-                if self.has_learned():
+                if had_learned:
                     return  # An interrupt came right after somebody had read it.
                 if not self._thread.is_alive():
                     raise RuntimeError("the thread in which the cache's policy learns has ended") from None
