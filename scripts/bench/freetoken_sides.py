@@ -31,6 +31,8 @@ from workers.slot_cache import SlotCache
 from workers.staging import Staging
 
 EXTENSION = "freetoken.kernel._pinned_tensor"
+# The experts of a token in `miss_nothing`.
+ONE_TOKEN = 8
 # Its name of each bank, and the parameter that lies there.
 BANKS = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
@@ -65,6 +67,10 @@ class Ours:
         self.cache.warm_up(items)
         # As the layer before leaves it.
         self.cache._slots.table.rank_ahead(self.cache.num_experts)
+
+    def miss_nothing(self) -> None:
+        """A layer whose experts are all in slots, after `has` with experts of layer 1."""
+        self.layer(1, torch.arange(ONE_TOKEN, device=DEVICE).unsqueeze(0))
 
     def where(self) -> dict[tuple[int, int], int]:
         """The slot of each (layer, expert) that has one."""
@@ -169,6 +175,10 @@ class Rival:
         cache.id_of_slot.copy_(items)
         cache.usage.copy_(slots + 1)
         cache.step.fill_(cache.cache_size + 1)
+
+    def miss_nothing(self) -> None:
+        """A layer whose experts are all in slots, after `has`."""
+        self.layer(1, torch.arange(ONE_TOKEN, dtype=torch.int32, device=DEVICE).unsqueeze(0))
 
     def state(self) -> list[torch.Tensor]:
         """A copy of it."""

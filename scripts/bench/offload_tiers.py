@@ -75,7 +75,7 @@ def _half_on_disk(bench: Bench, folder: Path) -> TieredSlab:
 
 
 def _shared(bench: Bench) -> None:
-    """Copies from a slab that other ranks can map, and an expert that is adopted instead of copied."""
+    """Copies from a slab that other ranks can map, and an expert that is adopted instead of copied where it can be."""
     size = bench.layout.num_bytes
     here, there = (SharedSlab(capacity=SHARED_ROWS, blob_bytes=size, pin=CUDA) for _ in range(2))
     items = [ExpertId(0, expert) for expert in range(min(SHARED_ROWS, bench.trace.num_experts))]
@@ -93,7 +93,9 @@ def _shared(bench: Bench) -> None:
     adopted = there.adopt(items[0], here.offer(items[0]), digest)
     seconds = time.perf_counter() - begun
     row = torch.empty(size, dtype=torch.uint8, device=DEVICE)
-    link.copy([(row, there.blob(items[0]))], after=None, urgent=True).finish()
+    # Where memory is pinned nothing is adopted: the receiver copies the row.
+    owner = there if adopted else here
+    link.copy([(row, owner.blob(items[0]))], after=None, urgent=True).finish()
     raw = raw_bandwidth(bench)
     rate = statistics.median(rates)
     bench.note(

@@ -63,6 +63,8 @@ def serve(rank: int, mail: Any) -> dict[str, Any]:
     worker.drop(1)
     seen["after"] = _answers(worker, rank, "after")
     seen["status"] = worker.status()
+    mail[1 - rank].put("answered")
+    mail[rank].get(timeout=60)
     if rank == 1:
         # From now on this rank's disk gives nothing: what is not in memory can't be served.
         worker._source.read = _broken  # type: ignore[union-attr, method-assign]

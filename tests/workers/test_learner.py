@@ -91,6 +91,7 @@ def test_more_slots_than_before_are_ranked_too() -> None:
 
 
 def test_the_thread_ends_with_a_learner_that_nobody_closed() -> None:
+    gc.collect()  # What other tests left.
     before, files = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
     learner = Learner(_policy())
     learner.begin(_runs(3))
