@@ -13,8 +13,10 @@ import argparse
 import copy
 import functools
 import json
+import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -371,21 +373,23 @@ def main() -> None:
         "tiers": lambda: offload_tiers.stage_tiers(bench),
         "soak": lambda: offload_tiers.stage_soak(bench, options.soak_seconds),
     }
-    with torch.no_grad():
-        for stage in stages:
-            run[stage]()
-            if options.out is not None:
-                machine = torch.cuda.get_device_name() if CUDA else "CPU, software link"
-                date = datetime.now(UTC).isoformat(timespec="seconds")
-                result = {
-                    "date": date,
-                    "machine": machine,
-                    "commit": commit,
-                    "torch": torch.__version__,
-                    "shape": options.shape,
-                    "rows": bench.rows,
-                }
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+    # Whoever's time is up keeps what was measured.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        with torch.no_grad():
+            for stage in stages:
+                run[stage]()
+    finally:
+        if options.out is not None:
+            result = {
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "machine": torch.cuda.get_device_name() if CUDA else "CPU, software link",
+                "commit": commit,
+                "torch": torch.__version__,
+                "shape": options.shape,
+                "rows": bench.rows,
+            }
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEAST_SECONDS = 15.0
+TO_WRITE_S = 10.0
 TESTS = (
     "tests/workers/test_staging.py",
     "tests/workers/test_cuda_runtime.py",
@@ -93,11 +94,18 @@ def main() -> None:
             continue
         begun = time.monotonic()
         print(f"== {part.name}", flush=True)
+        process = subprocess.Popen([sys.executable, *part.arguments])
         try:
-            code = subprocess.run([sys.executable, *part.arguments], timeout=min(left, part.limit_s)).returncode
+            code = process.wait(min(left, part.limit_s))
             ended = f"exit {code}"
         except subprocess.TimeoutExpired:
             code, ended = 124, "cut off"
+            process.terminate()  # It writes what it has.
+        finally:
+            try:
+                process.wait(TO_WRITE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
         print(f"== {part.name}: {ended} after {time.monotonic() - begun:.0f} s", flush=True)
         if code:
             failed.append(f"{part.name}: {ended}")
