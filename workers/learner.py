@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cache.beside import END, GO_ON, HEADER, LEARNED, RANKED, serve
-from placement.cache.policy import Candidates, EvictionPolicy, Run
+from placement.cache.policy import Candidates, EvictionPolicy, Run, new_lesson, write_lesson
 
 Numbers = NDArray[np.int64]
 INTERRUPTED_MS = 1000
@@ -93,35 +93,20 @@ class _Beside:
         num_items = policy.num_layers * policy.num_experts
         self.most_slots = most = max(num_items, num_slots)
         self._mail = np.zeros(HEADER, np.int64)
-        self._layers, self._ends = np.zeros(policy.num_layers, np.int64), np.zeros(policy.num_layers, np.int64)
-        self._experts, self._ranked = np.zeros(num_items, np.int64), np.zeros(most, np.int64)
-        self._layer_in, self._expert_in = np.zeros(most, np.int64), np.zeros(most, np.int64)
-        self._free = np.zeros(most, bool)
+        self._lesson = new_lesson(policy.num_layers, num_items, most)
         asked, self._ask = os.pipe()
         self._told, tell = os.pipe()
         os.set_blocking(self._told, False)
         self._waiting = select.poll()
         self._waiting.register(self._told, select.POLLIN)
-        arrays = (self._layers, self._ends, self._experts, self._layer_in, self._expert_in, self._free, self._ranked)
         self._thread = threading.Thread(
-            target=serve, args=(policy.memory, self._mail, *arrays, asked, tell), name="learner", daemon=True
+            target=serve, args=(policy.memory, self._mail, self._lesson, asked, tell), name="learner", daemon=True
         )
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._ask, self._thread, (asked, tell, self._told))
 
     def give(self, runs: Sequence[Run], then: Candidates | None) -> None:
-        end = 0
-        for number, (layer, experts) in enumerate(runs):
-            begin, end = end, end + len(experts)
-            self._experts[begin:end] = experts
-            self._layers[number], self._ends[number] = layer, end
-        num_slots = room = 0
-        if then is not None:
-            num_slots, room = len(then.free), then.room
-            self._layer_in[:num_slots] = then.layer_in
-            self._expert_in[:num_slots] = then.expert_in
-            self._free[:num_slots] = then.free
-        self._mail[:] = (len(runs), num_slots, room, 0, 0)
+        self._mail[:] = (*write_lesson(self._lesson, runs, then), 0, 0)
 
     def go_on(self) -> None:
         os.write(self._ask, GO_ON)
@@ -144,7 +129,7 @@ class _Beside:
                     raise RuntimeError("the thread in which the cache's policy learns has ended") from None
 
     def ranked(self) -> list[int]:
-        slots: list[int] = self._ranked[: self._mail[RANKED]].tolist()
+        slots: list[int] = self._lesson.ranked[: self._mail[RANKED]].tolist()
         return slots
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from numba import njit, types
 from numpy.typing import NDArray
 
 from placement.cache.memory import PolicyMemory
-from placement.cache.ranking import learn_and_rank
+from placement.cache.ranking import Lesson, learn_and_rank
 
 RUNS, SLOTS, ROOM, RANKED, LEARNED, HEADER = range(6)
 GO_ON, END = b"\0", b"\1"
@@ -23,21 +23,9 @@ _write = types.ExternalFunction("write", types.intp(types.intc, types.uintp, typ
 
 
 @njit(cache=True, nogil=True)
-def serve(
-    memory: PolicyMemory,
-    mail: NDArray[Any],
-    layers: NDArray[Any],
-    ends: NDArray[Any],
-    experts: NDArray[Any],
-    layer_in: NDArray[Any],
-    expert_in: NDArray[Any],
-    free: NDArray[Any],
-    ranked: NDArray[Any],
-    asked: int,
-    tell: int,
-) -> None:
-    """Until END comes through the pipe `asked`, or its other end is closed: for each GO_ON learn the first runs, rank
-    the first slots, all in arrays as `learn_and_rank` takes them, and say at the pipe `tell` that it is done.
+def serve(memory: PolicyMemory, mail: NDArray[Any], lesson: Lesson, asked: int, tell: int) -> None:
+    """Until END comes through the pipe `asked`, or its other end is closed: for each GO_ON learn the first runs of a
+    lesson, rank its first slots, and say at the pipe `tell` that it is done.
 
     mail [HEADER]: how many runs and slots, and for how many to make room; then how many were ranked, and that it is
     done. What goes through pipes puts memory in order, for both sides.
@@ -49,18 +37,7 @@ def serve(
             return
         if got != 1:
             continue  # A signal came.
-        runs, slots = mail[RUNS], mail[SLOTS]
-        mail[RANKED] = learn_and_rank(
-            memory,
-            layers[:runs],
-            ends[:runs],
-            experts,
-            layer_in[:slots],
-            expert_in[:slots],
-            free[:slots],
-            mail[ROOM],
-            ranked,
-        )
+        mail[RANKED] = learn_and_rank(memory, lesson, mail[RUNS], mail[SLOTS], mail[ROOM])
         mail[LEARNED] = 1
         while _write(tell, byte.ctypes.data, 1) != 1:
             pass

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from placement.cache.beside import HEADER, serve
 from placement.cache.finding import by_count, find
 from placement.cache.memory import CLOCK, PolicyMemory, new_memory
-from placement.cache.ranking import chances_of, learn_and_rank, observe, rank_slots, values_of
+from placement.cache.ranking import Lesson, chances_of, learn_and_rank, observe, rank_slots, values_of
 from placement.cache.reuse import discount_for
 from placement.cache.values import LFU, LRFU, LRU, NEXT_USE, REUSE
 
@@ -80,13 +80,10 @@ class EvictionPolicy:
     def learn(self, runs: Sequence[Run], then: Candidates | None = None) -> list[int]:
         """Observe runs, one after the other, and rank candidates after them: one compiled call, in which other threads
         go on."""
-        layers = np.array([layer for layer, _ in runs], np.int64)
-        ends = np.cumsum([len(experts) for _, experts in runs], dtype=np.int64)
-        experts = np.concatenate([experts for _, experts in runs])
-        found = NOBODY if then is None else then
-        ranked = np.empty(len(found.free), np.int64)
-        num = learn_and_rank(self.memory, layers, ends, experts, *found, ranked)
-        slots: list[int] = ranked[:num].tolist()
+        num_experts, num_slots = sum(len(experts) for _, experts in runs), 0 if then is None else len(then.free)
+        lesson = new_lesson(len(runs), num_experts, num_slots)
+        num = learn_and_rank(self.memory, lesson, *write_lesson(lesson, runs, then))
+        slots: list[int] = lesson.ranked[:num].tolist()
         return slots
 
     def values(self, layers: NDArray[np.int64], experts: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -111,7 +108,33 @@ class EvictionPolicy:
         return chances
 
 
-NOBODY = Candidates(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), 0)
+def new_lesson(num_runs: int, num_experts: int, num_slots: int) -> Lesson:
+    """An empty one. num_experts: of all runs together."""
+    return Lesson(
+        layers=np.zeros(num_runs, np.int64),
+        ends=np.zeros(num_runs, np.int64),
+        experts=np.zeros(num_experts, np.int64),
+        layer_in=np.zeros(num_slots, np.int64),
+        expert_in=np.zeros(num_slots, np.int64),
+        free=np.zeros(num_slots, bool),
+        ranked=np.zeros(num_slots, np.int64),
+    )
+
+
+def write_lesson(lesson: Lesson, runs: Sequence[Run], then: Candidates | None) -> tuple[int, int, int]:
+    """Runs, and candidates to be ranked, into the beginning of a lesson. Returns how many runs and slots these are, and
+    for how many to make room."""
+    end = 0
+    for number, (layer, experts) in enumerate(runs):
+        begin, end = end, end + len(experts)
+        lesson.experts[begin:end] = experts
+        lesson.layers[number], lesson.ends[number] = layer, end
+    if then is None:
+        return len(runs), 0, 0
+    num_slots = len(then.free)
+    lesson.layer_in[:num_slots], lesson.expert_in[:num_slots] = then.layer_in, then.expert_in
+    lesson.free[:num_slots] = then.free
+    return len(runs), num_slots, then.room
 
 
 def compile_policies() -> None:
@@ -122,7 +145,7 @@ def compile_policies() -> None:
     policy.learn([(0, one)])
     asked, ask = os.pipe()
     os.close(ask)
-    serve(policy.memory, np.zeros(HEADER, np.int64), one, one, one, one, one, np.ones(1, bool), one, asked, asked)
+    serve(policy.memory, np.zeros(HEADER, np.int64), new_lesson(1, 1, 1), asked, asked)
     os.close(asked)
     policy.values(one, one)
     policy.rank(one, one, np.ones(1, bool), 1)

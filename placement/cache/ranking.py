@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -66,24 +66,29 @@ def chances_of(memory: PolicyMemory, layer: int) -> NDArray[Any]:
     return chances
 
 
+class Lesson(NamedTuple):
+    """Room for runs to be learned, layers [R] and their experts [N], those of each up to its end [R]; and for slots to
+    be ranked after them, layer_in, expert_in, free [S], and who was: ranked [S]."""
+
+    layers: NDArray[Any]
+    ends: NDArray[Any]
+    experts: NDArray[Any]
+    layer_in: NDArray[Any]
+    expert_in: NDArray[Any]
+    free: NDArray[Any]
+    ranked: NDArray[Any]
+
+
 @njit(cache=True, nogil=True)
-def learn_and_rank(
-    memory: PolicyMemory,
-    layers: NDArray[Any],
-    ends: NDArray[Any],
-    experts: NDArray[Any],
-    layer_in: NDArray[Any],
-    expert_in: NDArray[Any],
-    free: NDArray[Any],
-    count: int,
-    ranked: NDArray[Any],
-) -> int:
-    """Layers [n] needed these experts, those of each up to its end; then as `rank_slots`."""
+def learn_and_rank(memory: PolicyMemory, lesson: Lesson, runs: int, slots: int, count: int) -> int:
+    """Learn the first runs, then rank the first slots as `rank_slots` does. Returns how many were ranked."""
     begin = 0
-    for run in range(len(layers)):
-        observe(memory, layers[run], experts[begin : ends[run]])
-        begin = ends[run]
-    return int(rank_slots(memory, layer_in, expert_in, free, count, ranked))
+    for run in range(runs):
+        end = lesson.ends[run]
+        observe(memory, lesson.layers[run], lesson.experts[begin:end])
+        begin = end
+    free = lesson.free[:slots]
+    return int(rank_slots(memory, lesson.layer_in[:slots], lesson.expert_in[:slots], free, count, lesson.ranked))
 
 
 @njit(cache=True)
