@@ -13,10 +13,8 @@ import argparse
 import copy
 import functools
 import json
-import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -59,10 +57,19 @@ Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Bench:
-    """The weights in host memory, the routing, and what was measured so far."""
+    """The weights in host memory, the routing, and what was measured so far. keep: what is done with the rows after
+    each new one, so that who is cut off has what was measured."""
 
-    def __init__(self, trace: RoutingTrace, shape: Shape = SHAPES["olmoe"], batches: dict[int, int] = STEPS) -> None:
+    def __init__(
+        self,
+        trace: RoutingTrace,
+        shape: Shape = SHAPES["olmoe"],
+        batches: dict[int, int] = STEPS,
+        *,
+        keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    ) -> None:
         self.batches = batches
+        self._keep = keep
         trace = routing_for(trace, shape)
         config = OlmoeConfig(
             hidden_size=shape.hidden if CUDA else 64,
@@ -104,6 +111,7 @@ class Bench:
             f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
         )
         print(f"{what:<26} {shown}", flush=True)
+        self._keep(self.rows)
 
     def steps(self, batch: int, count: int) -> list[torch.Tensor]:
         """count steps of ids [L, batch, K], from the judged requests: decode streams, or one long prefill."""
@@ -361,7 +369,20 @@ def main() -> None:
     commit = options.commit or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     wanted = STEPS if options.batches is None else [int(batch) for batch in options.batches.split(",")]
     batches = {batch: count for batch, count in STEPS.items() if batch in wanted}
-    bench = Bench(load_trace(options.trace), SHAPES[options.shape], batches)
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if options.out is not None:
+            result = {
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "machine": torch.cuda.get_device_name() if CUDA else "CPU, software link",
+                "commit": commit,
+                "torch": torch.__version__,
+                "shape": options.shape,
+                "rows": rows,
+            }
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    bench = Bench(load_trace(options.trace), SHAPES[options.shape], batches, keep=keep)
     run: dict[str, Callable[[], None]] = {
         "copies": lambda: stage_copies(bench),
         "resident": lambda: stage_resident(bench),
@@ -373,23 +394,9 @@ def main() -> None:
         "tiers": lambda: offload_tiers.stage_tiers(bench),
         "soak": lambda: offload_tiers.stage_soak(bench, options.soak_seconds),
     }
-    # Whoever's time is up keeps what was measured.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        with torch.no_grad():
-            for stage in stages:
-                run[stage]()
-    finally:
-        if options.out is not None:
-            result = {
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "machine": torch.cuda.get_device_name() if CUDA else "CPU, software link",
-                "commit": commit,
-                "torch": torch.__version__,
-                "shape": options.shape,
-                "rows": bench.rows,
-            }
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    with torch.no_grad():
+        for stage in stages:
+            run[stage]()
 
 
 if __name__ == "__main__":
