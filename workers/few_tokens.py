@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -31,6 +32,9 @@ MOST_PAIRS, MOST_PAIRS_QUANTISED = 128, 1024
 Words = tuple[int, int, int, int]
 NO_WORDS: Words = (0, 0, 0, 0)
 PAIRS_IN_WORDS, SLOTS_IN_WORDS = 16, (1 << 16) - 1
+# Through `struct`, since numpy takes twice as long for so few.
+_WORDS = struct.Struct("<4q")
+_PAIRS = [struct.Struct(f"<{pairs}H{2 * (PAIRS_IN_WORDS - pairs)}x") for pairs in range(PAIRS_IN_WORDS + 1)]
 
 Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | Words, torch.Tensor, torch.dtype], torch.Tensor]
 
@@ -42,9 +46,8 @@ def fit_words(num_pairs: int, num_slots: int) -> bool:
 
 def words_of(slots: NDArray[np.int64]) -> Words:
     """slots [n] of pairs that `fit_words`, -1 for none."""
-    numbers = np.zeros(PAIRS_IN_WORDS, "<u2")
-    numbers[: len(slots)] = slots + 1
-    first, second, third, fourth = numbers.view("<i8").tolist()
+    numbers = [slot + 1 for slot in slots.tolist()]
+    first, second, third, fourth = _WORDS.unpack(_PAIRS[len(numbers)].pack(*numbers))
     return first, second, third, fourth
 
 

@@ -71,7 +71,7 @@ class Slots:
         self._begin_anew()
 
     def __len__(self) -> int:
-        return len(self.array)
+        return len(self._rows)
 
     @property
     def array(self) -> torch.Tensor:
