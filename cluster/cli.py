@@ -124,7 +124,11 @@ def main() -> None:
         signal.signal(number, _interrupt)
     try:
         hold_streams()
-        app(standalone_mode=True)
+        try:
+            app(standalone_mode=True)
+        finally:
+            # What can't be written is still told; at exit Python would do that, in its own words.
+            sys.stdout.flush()
     except InputError as error:
         LOG.print(f"moetis: {error}", markup=False, soft_wrap=True)
         sys.exit(2)

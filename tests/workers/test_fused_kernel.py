@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -51,8 +49,6 @@ def test_the_fused_kernels_give_what_plain_torch_gives(
     precision: Precision, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
     from workers.fused_kernel import FusedExperts
 
     layout, slots, hidden = _example(precision, dtype)
@@ -70,8 +66,6 @@ def test_the_fused_kernels_give_what_plain_torch_gives(
 
 def test_the_fused_kernels_give_the_same_again_however_their_arguments_lie_in_memory() -> None:
     pytest.importorskip("triton")
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
     from workers.fused_kernel import FusedExperts
 
     layout, slots, hidden = _example(Precision.STORED, torch.float32)
@@ -89,8 +83,6 @@ def test_the_fused_kernels_give_the_same_again_however_their_arguments_lie_in_me
 @pytest.mark.parametrize("num_pairs", [1, 3, 4, 5, 15, 16])
 def test_slots_that_the_launch_carries_are_read_as_those_of_a_table(num_pairs: int) -> None:
     pytest.importorskip("triton")
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
     from workers.fused_kernel import FusedExperts
 
     layout, slots, hidden = _example(Precision.STORED, torch.float32)
