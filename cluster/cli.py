@@ -28,6 +28,7 @@ from cluster.terminal import LOG, OUT, hold_streams, show_result
 from placement.errors import ConfigError, InputError, MoetisError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = 130
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -135,9 +136,14 @@ def main() -> None:
     except MoetisError as error:
         LOG.print(f"moetis: failed: {error}", markup=False, soft_wrap=True)
         sys.exit(1)
+    except SystemExit as ended:
+        # As typer ends commands that were interrupted.
+        if ended.code == INTERRUPTED:
+            LOG.print("interrupted")
+        raise
     except KeyboardInterrupt:
         LOG.print("interrupted")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # The reader of stdout left; nothing more can be said there, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -21,6 +21,7 @@ from cluster.forming import Meeting
 from cluster.history import History, Member
 from cluster.keeper import Keeper
 from cluster.ledger import Generation, Ledger
+from cluster.local_ray import head_is_gone
 from cluster.outcomes import RebalanceResult
 from cluster.seating import reserve
 from cluster.sizing import sized_options
@@ -178,7 +179,8 @@ class Fleet:
         else:
             self._watch.stop()
             self._keeper.stop()
-            self._kill()
+            if not head_is_gone():
+                self._kill()
 
     def stop(self) -> None:
         """Let every rank finish and leave in step, then end the actors."""

@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import auto_init_hook, ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from cluster.watchdog import watched
@@ -37,9 +38,14 @@ _LOOPBACK = "127.0.0.1"
 # Linux it replaces 127.0.0.1 by the machine's outer address and listens on all.
 _SINGLE_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _OWN_VARIABLES = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+# Whoever asks Ray for something after its end would be given a new cluster, dashboard and all, that nobody looks after.
+auto_init_hook.enable_auto_connect = False
 # Ray starts its workers at niceness 15, so that anything else on the machine would go before tokens.
 _TOKENS_FIRST = {"RAY_worker_niceness": "0"}
+# A cluster of one's own has one head, which does not come back: nobody needs to look for it for a minute.
+_HEAD_IS_LOST_SOON = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
 _LONGEST_TEMP_DIR = 20
+HEAD_ENDS_S, LOOK_S = 0.5, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +66,9 @@ def local_cluster(*, name: str, num_cpus: int, object_store_mb: int) -> Iterator
     token_path = folder / "token"
     token_path.touch(mode=0o600)
     token_path.write_text(secrets.token_hex(32))
-    variables = _OWN_VARIABLES | _SINGLE_NODE | _TOKENS_FIRST | {"RAY_AUTH_TOKEN_PATH": str(token_path)}
+    variables = (
+        _OWN_VARIABLES | _SINGLE_NODE | _TOKENS_FIRST | _HEAD_IS_LOST_SOON | {"RAY_AUTH_TOKEN_PATH": str(token_path)}
+    )
     try:
         with watched(folder, Path(ray.__file__).parent), _environment(variables):
             context = _start(folder, num_cpus, object_store_mb)
@@ -148,6 +156,20 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ConfigError(f"no Ray cluster answers at '{address}' ({error}): start `moetis serve`") from error
+
+
+def head_is_gone() -> bool:
+    """Whether the head of the cluster that this process is connected to has ended, or ends just now: what is asked of
+    it would be waited for. A signal may go to all processes of a group, a service or a job, this one among them."""
+    address = ray.get_runtime_context().gcs_address
+    deadline = time.monotonic() + HEAD_ENDS_S
+    while time.monotonic() < deadline:
+        try:
+            _check_reachable(address)
+        except ConfigError:
+            return True
+        time.sleep(LOOK_S)
+    return False
 
 
 def write_contact(run_dir: Path, contact: Contact) -> Path:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ipaddress
 import json
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster.verify import plain_texts
@@ -152,7 +154,25 @@ def test_ctrl_c_leaves_no_process_and_no_file_behind(tmp_path: Path) -> None:
         assert running.end(signal.SIGINT) == 130
         assert still_alive(family) == []
         assert "Traceback" not in running.stderr()
+        assert running.stderr().endswith("interrupted\n")
         assert not ray_folder.exists()
         assert not (tmp_path / "run" / "cluster.json").exists()
+    finally:
+        running.kill()
+
+
+def test_a_signal_to_all_of_its_processes_ends_it_soon_and_leaves_nothing(tmp_path: Path) -> None:
+    """As `timeout`, systemd and batch systems send it. Whoever asks Ray for anything then waits for a minute."""
+    running = Serving(tmp_path, demo_like_config(tmp_path))
+    try:
+        family, ray_folder = running.family(), running.ray_folder()
+        running.send({"id": "a", "prompt": PROMPTS[0], "max_new_tokens": 1500})
+        for process in reversed(family):
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        assert running.process.wait(timeout=40) == 130
+        assert running.stderr().endswith("interrupted\n")
+        assert still_alive(family) == []
+        assert not ray_folder.exists()
     finally:
         running.kill()
