@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -79,6 +80,8 @@ def main() -> None:
         "freetoken": importlib.import_module("freetoken").__version__,
     }
     rows: list[dict[str, Any]] = []
+    # Whoever's time is up keeps what was measured.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with torch.no_grad():
             measure(options.trace, begun + options.seconds - LEAST_SECONDS, rows)

@@ -13,8 +13,10 @@ import argparse
 import copy
 import functools
 import json
+import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -31,6 +33,7 @@ from placement.cache.policy import EvictionPolicy, PolicyName
 from placement.cache.simulate import simulate
 from placement.cache.stream import make_stream
 from placement.core import ExpertId
+from placement.files import write_whole
 from placement.trace import RoutingTrace, load_trace
 from scripts.bench.offload_shapes import SHAPES, Shape, routing_for
 from workers.blob import layout_of
@@ -380,7 +383,7 @@ def main() -> None:
                 "shape": options.shape,
                 "rows": rows,
             }
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            write_whole(options.out, (json.dumps(result, indent=1) + "\n").encode())
 
     bench = Bench(load_trace(options.trace), SHAPES[options.shape], batches, keep=keep)
     run: dict[str, Callable[[], None]] = {
@@ -394,6 +397,8 @@ def main() -> None:
         "tiers": lambda: offload_tiers.stage_tiers(bench),
         "soak": lambda: offload_tiers.stage_soak(bench, options.soak_seconds),
     }
+    # Who is ended leaves no folder behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with torch.no_grad():
         for stage in stages:
             run[stage]()

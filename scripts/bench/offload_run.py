@@ -100,7 +100,7 @@ def main() -> None:
             ended = f"exit {code}"
         except subprocess.TimeoutExpired:
             code, ended = 124, "cut off"
-            process.terminate()  # It writes what it has.
+            process.terminate()  # Who writes as it goes, or at its end, has what it has.
         finally:
             try:
                 process.wait(TO_WRITE_S)
